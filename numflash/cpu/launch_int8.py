@@ -48,6 +48,7 @@ from .int8.first_keys import FirstKeys, first_keys, no_first_keys
 from .int8.packing import bfloat16_pairs, float_rows, pack_keys, pack_values
 from .int8.quantize import rows_of
 from .int8.quantize_rows import LANES
+from .int8.quantize_values import value_type
 from .int8.wide_rows import floats_of
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
 from .launch_float import NO_LIMIT, Results, at_address, compact, functions_of, heads, seen_keys
@@ -204,6 +205,9 @@ class Int8Plan:
         channels = padded(d, description.step)
         columns = padded(dv, description.unit * running_lanes(isa))
         size = 1 if description.group == 4 else 2
+        first_count = 0 if problem.pv in fx.FLOAT_VALUES else problem.first_keys
+        first_rows = n_kv * FIRST_KEYS if first_count else 0
+        value_size = np.dtype(value_type(isa, problem.pv)).itemsize
         seen = int(seen_keys(problem).max(initial=0))
         self.layout = Layout()
         places = (  # in the order of `Numbers`
@@ -214,10 +218,10 @@ class Int8Plan:
             self.layout.add("starts of sums", n_kv * keys * 4),
             self.layout.add("scales of keys", n_kv * keys * 4),
             self.layout.add("blocks of wide keys", n_kv * keys // KEY_BLOCK),
-            self.layout.add("packed values", n_kv * keys * columns * size),
-            self.layout.add("first keys", n_kv * FIRST_KEYS * d * 2),
-            self.layout.add("scales of first keys", n_kv * FIRST_KEYS * 4),
-            self.layout.add("first values", n_kv * FIRST_KEYS * columns * 4),
+            self.layout.add("packed values", n_kv * keys * columns * value_size),
+            self.layout.add("first keys", first_rows * d * 2),
+            self.layout.add("scales of first keys", first_rows * 4),
+            self.layout.add("first values", first_rows * columns * 4),
             self.layout.add("scales of values", 0 if ready else n_kv * dv * 4),
             self.layout.add("mean of keys", 0 if ready else n_kv * d * 4),
             self.layout.add("octaves", n * length * 4),
@@ -231,7 +235,7 @@ class Int8Plan:
             channels,
             columns,
             problem.smooths,
-            problem.first_keys,
+            first_count,
             workers("int8", n * length * seen * (d + dv)),
             stream_of(problem, isa),
             *(step for steps in strides for step in steps[:3]),
@@ -369,14 +373,16 @@ def is_plain(problem: Problem, isa: str) -> bool:
     """Whether a plan takes the problem's operands.
 
     Float arrays that the one-pass quantiser takes, or contiguous tensors with a scale for each row
-    and channel, all finite.
+    and channel, all finite; not tensors beside float values.
     """
-    if isa == "portable" or problem.pv in fx.FLOAT_VALUES:
+    if isa == "portable":
         return False
     q, k, v = problem.query, problem.key, problem.value
     if not isinstance(q, QuantizedTensor):
         unit = score_unit(problem.scale, problem.softcap)
         return min(problem.shape[5:]) >= LANES and abs(unit) < LIMIT
+    if problem.pv in fx.FLOAT_VALUES:
+        return False
     kinds = q.granularity, k.granularity, v.granularity
     finite = q.nonfinite is k.nonfinite is v.nonfinite is None
     shifted = not problem.smooths and k.offset is not None

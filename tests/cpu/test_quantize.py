@@ -14,6 +14,7 @@ from numflash.cpu import launch_int8
 from numflash.cpu.int8 import call, quantize_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import guard, memory, target, threads
+from numflash.numerics.fixedpoint import FLOAT_VALUES
 from numflash.numerics.quantization import quantize_problem
 from numflash.validation import problem
 from numflash.validation.options import Options
@@ -48,6 +49,7 @@ PLACES = {
 
 
 def check(p, isa):
+    """`p.pv` with float values: padding is zeros where the general way copies it."""
     if guard.ON:
         pytest.skip("reads one block of scratch memory; guard gives each array its own")
     plan, general = launch_int8.Int8Plan(p, isa), quantize_problem(p)
@@ -65,6 +67,8 @@ def check(p, isa):
         got = launch_int8.at_address(place, x.shape, x.dtype.str)
         np.testing.assert_array_equal(got, x, err_msg=name)
     want, want_lse = reference.integer_model(general)
+    if p.pv in FLOAT_VALUES:  # the kernel's order of sums, on the general way's operands
+        want, _ = launch_int8.run(general, isa)
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(lse, want_lse)
 
@@ -91,12 +95,31 @@ def test_operands_are_those_of_the_general_way(isa, shape):
     check(problem(*arrays, Options(enable_gqa=True, precision="int8")), isa)
 
 
-def test_threads_change_no_bit():
+@pytest.mark.parametrize("pv", ["int8", "bf16", "fp32"])
+def test_threads_change_no_bit(pv):
     """Whole heads on one thread; chunks of rows on two, which three heads do not share evenly."""
     arrays = qkv(**SHAPES["chunks"])
     most = min(2, numba.config.NUMBA_NUM_THREADS)
     with threads.limit(most):
-        check(problem(*arrays, Options(precision="int8")), ISAS[0])
+        check(problem(*arrays, Options(precision="int8", pv=pv)), ISAS[0])
+
+
+@pytest.mark.parametrize("pv", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "isa", [*ISAS[:1], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])]
+)
+def test_float_values_are_those_of_the_general_way(isa, pv):
+    """Tails, an odd last key, grouped heads; padding; rows of bfloat16 apart."""
+    import ml_dtypes
+
+    asked = {"enable_gqa": True, "precision": "int8", "pv": pv}
+    for shape in ("tails", "grouped heads", "one row"):
+        check(problem(*qkv(**SHAPES[shape]), Options(**asked)), isa)
+    q, k, v = qkv(b=2, l=40, s=200, d=32)
+    v[0, :, 191:], v[1] = 0, 0  # the general way copies what no row sees
+    check(problem(q, k, v, Options(key_lengths=[191, 0], **asked)), isa)
+    arrays = [x.swapaxes(1, 2).astype(ml_dtypes.bfloat16) for x in (q, k, v)]
+    check(problem(*arrays, Options(layout="blhd", **asked)), isa)
 
 
 @pytest.mark.parametrize("options", [{"key_lengths": [190, 0]}, {"softcap": 2.0}])
@@ -111,6 +134,17 @@ def test_strides_and_bfloat16():
     check(problem(*arrays, Options(precision="int8", layout="blhd")), ISAS[0])
     short = [x.astype(ml_dtypes.bfloat16) for x in arrays]
     check(problem(*short, Options(precision="int8", layout="blhd")), ISAS[0])
+
+
+@pytest.mark.parametrize("value", [np.nan, 3e38])
+def test_float_values_that_are_not_plain_go_the_general_way(value, monkeypatch):
+    arrays = qkv(l=20, s=150, d=32)
+    arrays[2][0, 1, 7, 5] = value
+    p = problem(*arrays, Options(precision="int8", pv="fp32"))
+    out, _ = general_only(monkeypatch, p)
+    np.testing.assert_allclose(
+        out, reference.integer_model(quantize_problem(p))[0], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("which", range(3))

@@ -55,6 +55,7 @@ LAUNCH_INT8 = "cpu/launch_int8.py"
 STREAM, STREAM_TESTS = "cpu/int8/amx_stream.py", "tests/cpu/test_amx_stream.py"
 STREAM_PIECES = "cpu/int8/amx_stream_pieces.py"
 QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py"
+QUANTISE_VALUES = "cpu/int8/quantize_values.py"
 LAUNCH_FLOAT = "cpu/launch_float.py"
 
 MUTANTS = [
@@ -157,6 +158,7 @@ MUTANTS = [
     Mutant(QUANTISER, "usable = peak > NO_SCALE", "usable = True", QUANTISER_TESTS),
     Mutant(QUANTISER, "= F(1) if p + c < x.length else F(0)", "= F(0)", QUANTISER_TESTS),
     Mutant(QUANTISER, "source.lengths[n // source.k.heads]", "source.lengths[0]", QUANTISER_TESTS),
+    Mutant(QUANTISE_VALUES, "if count == 2 else U(0xFFFF)", "", QUANTISER_TESTS),
     Mutant(
         CALL_INT8,
         "np.float64(q_scale) * abs(f.unit) >= LIMIT",

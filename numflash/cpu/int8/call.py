@@ -26,7 +26,9 @@ from .arguments import Operands, Results, Sizes
 from .first_keys import FirstKeys
 from .flash_int8 import make_attend
 from .packing import PackedKeys, key_packer, value_packer
-from .quantize import PLAIN_BITS, Quantized, Rows, Source, largest_of, make_quantize
+from .quantize import PLAIN_BITS, Quantized, Source, largest_of, make_quantize
+from .quantize_rows import Rows
+from .quantize_values import value_type
 
 F = np.float32
 MOST = 2.0**30  # scores from here on are not rounded to int32 at once
@@ -115,9 +117,10 @@ def largest_scale(scale):
 
 
 @functools.cache
-def operands_at(isa_name: str):
+def operands_at(isa_name: str, pv: str):
     """Functions (p, room) -> packed keys, packed values and first keys in scratch memory."""
     operand: type[np.generic] = np.int8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
+    value = value_type(isa_name, pv)
 
     @inline
     def keys_at(p, room):
@@ -134,7 +137,7 @@ def operands_at(isa_name: str):
     @inline
     def values_at(p, room):
         n, keys = p.batch * p.kv_heads, p.packed_length
-        return place(room + p.packed_values, (n, keys * p.columns), operand)
+        return place(room + p.packed_values, (n, keys * p.columns), value)
 
     @inline
     def first_at(p, room):
@@ -190,11 +193,11 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
 
     q, k, v, out, room : addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows
         of contiguous `kind`; of out (B, H, L, Dv) float32; of scratch memory
-    kind : "float32" or "bfloat16";  pv : "int8" or "int16"
+    kind : "float32" or "bfloat16"
     rows : of a query tile, where these are not the tiling's
     """
-    quantize = make_quantize(isa_name, kind)
-    keys_at, values_at, first_at = operands_at(isa_name)
+    quantize = make_quantize(isa_name, kind, value_type(isa_name, pv))
+    keys_at, values_at, first_at = operands_at(isa_name, pv)
     attend = attend_packed(isa_name, pv, *rows)
 
     @inline
@@ -249,7 +252,7 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
     """
     pack_keys = key_packer(isa_name, running_lanes(isa_name))
     pack_values = value_packer(isa_name, running_lanes(isa_name))
-    keys_at, values_at, first_at = operands_at(isa_name)
+    keys_at, values_at, first_at = operands_at(isa_name, pv)
     attend = attend_packed(isa_name, pv, *rows)
     whole_words = VECTOR_ISAS[isa_name].group == 4
     step = VECTOR_ISAS[isa_name].step

@@ -19,7 +19,7 @@ whose magnitudes stay below `quantize_rows.PLAIN`, and heads as wide as a vector
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,28 +33,14 @@ from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..isa.vectors import address
 from .first_keys import FirstKeys
-from .packing import PackedKeys, block_interleaver, panel_packer
-from .quantize_rows import PLAIN, ROWS, down_channels, quantize_rows, row_scales
+from .packing import PackedKeys, panel_packer
+from .quantize_rows import PLAIN, ROWS, Rows, down_channels, quantize_rows, row_at, row_scales
+from .quantize_values import float_blocks, value_blocks
 
 F = np.float32
 I = np.int32
 PLAIN_BITS = int(F(PLAIN).view(I))
 EVEN = 4  # tasks for each thread from which on an uneven number of them is even enough
-
-
-class Rows(NamedTuple):
-    """Where the rows of a (B, H, L, D) array are: address, strides in bytes, sizes.
-
-    The address is the first row's; the strides lead to the next batch, head and row.
-    """
-
-    start: int
-    batch: int
-    head: int
-    row: int
-    heads: int
-    length: int
-    d: int
 
 
 class Source(NamedTuple):
@@ -114,12 +100,6 @@ class Room(NamedTuple):
     panel: np.ndarray  # int32, the rows of a panel of keys
     block: np.ndarray  # int8, the rows of a block of values
     first: np.ndarray  # (FIRST_KEYS, Dv) int16, the first values in 1 / FINER of their steps
-
-
-@bare
-def row_at(x, n, i):
-    """Address of row i of head n, heads of all batches counted through."""
-    return x.start + n // x.heads * x.batch + n % x.heads * x.head + i * x.row
 
 
 @bare
@@ -225,31 +205,6 @@ def key_panels(isa_name: str, kind: str):
 
 
 @functools.cache
-def value_blocks(isa_name: str, kind: str):
-    """f(x, n, first, stop, length, values, room): values first .. stop of head n.
-
-    Those from `length` on are zeros.
-    """
-    to_int8 = quantize_rows(kind, True)
-    interleave_block = block_interleaver(isa_name, running_lanes(isa_name))
-
-    @bare
-    def run(x, n, first, stop, length, values, room):
-        columns = room.block.size // KEY_BLOCK
-        for j in range(first, stop, KEY_BLOCK):
-            real = max(0, min(KEY_BLOCK, length - j))
-            if real < KEY_BLOCK:
-                room.block[:] = np.int8(0)
-            for i in range(0, real, ROWS):
-                count, here = min(ROWS, real - i), row_at(x, n, j + i)
-                out = address(room.block) + i * columns
-                to_int8(here, x.row, count, x.d, 0, address(room.v_factor), out, columns)
-            interleave_block(room.block, 0, columns, columns, values, n, j // KEY_BLOCK)
-
-    return run
-
-
-@functools.cache
 def finer_rows(kind: str):
     """f(k, v, n, length, first, room): the first keys of head n and their values into `first`.
 
@@ -287,12 +242,14 @@ def finer_rows(kind: str):
 
 
 @functools.cache
-def make_quantize(isa_name: str, kind: str):
+def make_quantize(isa_name: str, kind: str, stored: Any):
     """The kernel f(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K).
 
     It writes the `Quantized` operands in `to`.
 
     kind : "float32" or "bfloat16", what the rows of Q, K and V hold
+    stored : `value_type`; where the values stay floats, their scales are 1, and no first keys are
+        written
     """
     isa = VECTOR_ISAS[isa_name]
     lanes = running_lanes(isa_name)
@@ -303,7 +260,11 @@ def make_quantize(isa_name: str, kind: str):
     peaks = down_channels(kind, True)
     queries = query_rows(kind)
     keys = key_panels(isa_name, kind)
-    values = value_blocks(isa_name, kind)
+    floats = stored in (np.float32, np.uint16)
+    if floats:
+        values = float_blocks(kind, in_pairs=stored == np.uint16)
+    else:
+        values = value_blocks(isa_name, kind)
     first_rows = finer_rows(kind)
 
     @bare
@@ -322,7 +283,10 @@ def make_quantize(isa_name: str, kind: str):
         """Mean and channel scales of KV head n."""
         if source.smooth:
             take_mean(found.sums[n], length, room.mean)
-        channel_scales(found.peaks[n], to.v_scale[n], room.v_factor)
+        if floats:
+            to.v_scale[n, :] = F(1)
+        else:
+            channel_scales(found.peaks[n], to.v_scale[n], room.v_factor)
         for e in range(room.mean.size):
             to.offset[n, e] = room.mean[e]
 
@@ -334,7 +298,7 @@ def make_quantize(isa_name: str, kind: str):
         bits, found.scales[n, c, 1] = keys(source.k, n, first, stop, length, to.keys, room)
         found.top[n, c, 1] = bits
         values(source.v, n, first, stop, length, to.values, room)
-        if c == 0:
+        if c == 0 and not floats:
             first_rows(source.k, source.v, n, length, to.first, room)
         top, largest, serves = I(0), F(0), source.q.heads // source.k.heads
         stop = min(first + CHUNK, source.q.length)
