@@ -299,8 +299,31 @@ def products(dtype: str, turing: bool) -> tuple[Any, Any]:
 mma_turing_s8 = _mma_turing("s8")
 mma_turing_u8s8 = _mma_turing("u8")
 
+
 # ---- Hopper: mbarrier (9.7.13.15), TMA (9.7.9.27), wgmma (9.7.15), setmaxnreg (9.7.19.5)
 # -----------------------------------------
+def _tma_load(coordinates: str, multicast: bool = False) -> Any:
+    """A tile of a tensor map, at these coordinates, into shared memory; its bytes count at `bar`.
+
+    multicast : into the same place of each of the `blocks` of a cluster (a bit for every rank)
+    """
+    at = ", ".join(f"<{name}>" for name in coordinates)
+    copy = f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile"
+    copy += ".mbarrier::complete_tx::bytes"
+    places = f"[<to>], [<map>, {{{at}}}], [<bar>]"
+    operands: dict[str, Any] = {
+        "to": u32,
+        "map": u64,
+        **dict.fromkeys(coordinates, i32),
+        "bar": u32,
+    }
+    if not multicast:
+        return op(f"{copy} {places};", memory=True, **operands)
+    mask = "{\n.reg .b16 mask;\ncvt.u16.u32 mask, <blocks>;\n"
+    text = f"{mask}{copy}.multicast::cluster {places}, mask;\n}}"
+    return op(text, memory=True, **operands, blocks=u32)
+
+
 mbarrier_init = op(
     "mbarrier.init.shared::cta.b64 [<bar>], <count>;", memory=True, bar=u32, count=u32
 )
@@ -320,31 +343,7 @@ fence_async = op("fence.proxy.async.shared::cta;", memory=True)
 tensormap_acquire = op(
     "fence.proxy.tensormap::generic.acquire.gpu [<map>], 128;", memory=True, map=u64
 )
-tma_load_4d = op(
-    "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-    "[<to>], [<map>, {<x>, <y>, <z>, <w>}], [<bar>];",
-    memory=True,
-    to=u32,
-    map=u64,
-    x=i32,
-    y=i32,
-    z=i32,
-    w=i32,
-    bar=u32,
-)
-tma_load_5d = op(
-    "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-    "[<to>], [<map>, {<x>, <y>, <z>, <w>, <u>}], [<bar>];",
-    memory=True,
-    to=u32,
-    map=u64,
-    x=i32,
-    y=i32,
-    z=i32,
-    w=i32,
-    u=i32,
-    bar=u32,
-)
+tma_load_4d, tma_load_5d = _tma_load("xyzw"), _tma_load("xyzwu")
 # clusters of blocks (9.7.13.4, 9.7.9.23): a copy into the same place of each of the `blocks` (a bit
 # for every rank), an arrival by the first lanes of a warp, each at the mbarrier of one block
 cluster_rank = op("mov.u32 <r>, %cluster_ctarank;", u32, pure=True)
@@ -361,20 +360,7 @@ mbarrier_arrive_cluster = op(
     lane=u32,
     lanes=u32,
 )
-tma_multicast_4d = op(
-    "{\n.reg .b16 mask;\ncvt.u16.u32 mask, <blocks>;\n"
-    "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-    ".multicast::cluster [<to>], [<map>, {<x>, <y>, <z>, <w>}], [<bar>], mask;\n}",
-    memory=True,
-    to=u32,
-    map=u64,
-    x=i32,
-    y=i32,
-    z=i32,
-    w=i32,
-    bar=u32,
-    blocks=u32,
-)
+tma_multicast_4d = _tma_load("xyzw", multicast=True)
 wgmma_fence = op("wgmma.fence.sync.aligned;", memory=True)
 wgmma_commit = op("wgmma.commit_group.sync.aligned;", memory=True)
 wgmma_wait = {n: op(f"wgmma.wait_group.sync.aligned {n};", memory=True) for n in range(3)}
