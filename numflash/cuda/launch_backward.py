@@ -21,6 +21,7 @@ from .device.operands import (
     aligned,
     band,
     key_places,
+    option_constants,
     padded,
     padded_rows,
     resident_ids,
@@ -216,10 +217,7 @@ def float32_backward(
         "d": padded(d),
         "dv": padded(dv),
         "group": nh // nkv,
-        "mask": mask is not None,
-        "bias": bias is not None,
-        "softcap": bool(problem.softcap),
-        "alibi": slopes is not None,
+        **option_constants(problem),
     }
     here = resident_ids(results, *arrays, dq, dk, dv_out, mask_at, bias_at)
     launches = (

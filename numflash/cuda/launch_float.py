@@ -20,6 +20,7 @@ from .device.operands import (
     aligned,
     band,
     key_places,
+    option_constants,
     packed_heads,
     packed_rows,
     padded,
@@ -327,10 +328,7 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
         "d": padded(d),
         "dv": padded(dv),
         "group": nh // nkv,
-        "mask": mask is not None,
-        "bias": bias is not None,
-        "softcap": bool(problem.softcap),
-        "alibi": slopes is not None,
+        **option_constants(problem),
         "sinks": sinks is not nothing,
     }
     chosen, functions = _functions(problem, 1, (WARPS, 0))

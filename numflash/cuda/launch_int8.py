@@ -23,6 +23,7 @@ from .device.operands import (
     Results,
     band,
     key_places,
+    option_constants,
     packed_heads,
     packed_rows,
     padded,
@@ -169,10 +170,7 @@ def launch_of(
         "dv": padded(dv),
         "group": group,
         "band": has_band,
-        "mask": mask is not None,
-        "bias": bias is not None,
-        "softcap": bool(problem.softcap),
-        "alibi": problem.alibi_slopes is not None,
+        **option_constants(problem),
         "first_keys": problem.first_keys,
     }
     nothing = np.zeros(1, np.float32)

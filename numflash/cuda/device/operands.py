@@ -80,6 +80,16 @@ def band(problem: Problem) -> tuple[bool, int, int]:
     )
 
 
+def option_constants(problem: Problem) -> dict[str, bool]:
+    """Which changes of scores a kernel is compiled with."""
+    return {
+        "mask": problem.mask is not None,
+        "bias": problem.bias is not None,
+        "softcap": bool(problem.softcap),
+        "alibi": problem.alibi_slopes is not None,
+    }
+
+
 def resident_ids(results: tuple | None, *arrays: np.ndarray) -> frozenset[int]:
     """Ids of the arrays on the card: they represent memory that they do not own.
 
