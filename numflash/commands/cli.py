@@ -1,10 +1,12 @@
-"""The command line: `numflash` or `python -m numflash`."""
+"""The command line: `numflash` or `python -m numflash`. What it takes, and how it ends.
+
+What the commands do is in `actions`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -13,215 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import __version__
-from ..errors import ArgumentError, NumflashError
-
-
-def demo(args: argparse.Namespace) -> Any:
-    if args.what == "ring":
-        from ..mpi import demo as ring
-
-        return ring.run(args.threads)
-    if args.what == "decode":
-        from . import demo_decode
-
-        return demo_decode.run(args.threads, args.dtype)
-    if args.what == "generate":
-        from . import demo_generate
-
-        return demo_generate.run(args.threads, args.dtype)
-    from . import demo as job
-
-    return job.run(args.threads)
-
-
-def info(args: argparse.Namespace) -> Any:
-    import llvmlite
-    import llvmlite.binding as llvm
-    import numba
-    import numpy
-
-    from ..jit import cache_files, target
-    from ..jit.threads import most
-    from ..tiling import Caches
-
-    caches = Caches.of_this_machine()
-    found = {
-        "numflash": __version__,
-        "python": sys.version.split()[0],
-        "numba": numba.__version__,
-        "llvmlite": llvmlite.__version__,
-        "llvm": ".".join(map(str, llvm.llvm_version_info)),
-        "numpy": numpy.__version__,
-        "cpu": target.cpu_name(),
-        "isa": target.available(),
-        "threads": most(),
-        "caches": dict(caches.levels()),
-        "caches_from": caches.source,
-        "cache_files": len(cache_files.files()),
-        "cache": sorted({str(path.parent) for path in cache_files.files()}),
-    }
-    for name in ("torch", "ml_dtypes", "matplotlib", "rich"):
-        found[name] = _version(name)
-    if args.roof:
-        from ..measure import roofline
-
-        found["roof"] = [roofline.measure(n).as_dict() for n in sorted({1, most()})]
-    for key, value in found.items():
-        print(f"{key:<18} {value}")
-    return found
-
-
-def _version(package: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def warmup(args: argparse.Namespace) -> Any:
-    from .warmup import run
-
-    return run()
-
-
-def bench(args: argparse.Namespace) -> Any:
-    from . import bench as job
-
-    if args.length == "decode":
-        from . import bench_decode
-
-        return bench_decode.run(args.threads)
-    if args.plot:
-        return job.plot(args.plot, args.head_dim, args.threads, args.iterations)
-    if args.short:
-        from . import bench_short
-
-        return bench_short.run(args.threads)
-    if args.study:
-        from . import bench_study
-
-        return bench_study.run(args.study)
-    from ..measure.contenders import Case
-
-    case = Case(args.length, args.head_dim, args.causal, args.heads, args.batch)
-    return job.run(case, args.iterations, args.threads, args.reference_threads)
-
-
-def explain(args: argparse.Namespace) -> Any:
-    import numflash
-
-    shape = (args.batch, args.heads, args.length, args.head_dim)
-    found = numflash.explain(shape, precision=args.precision, is_causal=args.causal)
-    print(found)
-    result = found.as_dict()
-    if args.roof:
-        from ..measure import roofline
-
-        roof = roofline.measure(1)
-        rate, limit = found.roof(roof.int8 if args.precision == "int8" else roof.float32, roof.read)
-        print(
-            f"  roof: {rate / 1e9:.0f} GOP/s on one thread of this machine, set by {limit}: "
-            f"{1e3 * found.operations / rate:.3g} ms at best"
-        )
-        result |= {"roof": rate, "limited_by": limit}
-    return result
-
-
-def asm(args: argparse.Namespace) -> Any:
-    from ..machinecode import codegen
-
-    if args.list:
-        print("\n".join(codegen.KERNELS))
-        return sorted(codegen.KERNELS)
-    if args.listing:
-        text = codegen.compile_kernel(args.kernel, args.cpu, args.features).assembly
-        print(text, end="")
-        return {"kernel": args.kernel, "cpu": args.cpu, "assembly": text}
-    found = codegen.histogram(args.kernel, args.cpu, args.features)
-    for key, value in found.items():
-        print(f"{key:<18} {value}")
-    return found
-
-
-def export(args: argparse.Namespace) -> Any:
-    from ..machinecode import export as job
-
-    if args.list:
-        known = job.kernels()
-        for name, text in known.items():
-            print(f"{name:<18} {text}")
-        return known
-    if not args.kernel or not args.to:
-        raise ArgumentError(
-            "export: got no KERNEL or no --to; allowed: numflash export KERNEL --to FOLDER, or --list"
-        )
-    found = job.run(args.kernel, args.cpu, args.to)
-    print(
-        f"{found['kernel']} for {found['cpu']} ({found['isa']}): {found['instructions']} instructions"
-    )
-    print("\n".join(found["files"]))
-    print(f"make -C {args.to} check")
-    return found
-
-
-def job(args: argparse.Namespace) -> Any:
-    from .job import Request, run
-
-    request = Request(
-        args.nodes,
-        args.groups,
-        args.threads,
-        args.time,
-        args.account,
-        args.queue,
-        args.environment,
-        args.words,
-    )
-    return run(args.scheduler, request)
-
-
-def validate(args: argparse.Namespace) -> Any:
-    from .validate import run
-
-    return run(args.quick, args.to)
-
-
-def tune(args: argparse.Namespace) -> Any:
-    from .tune import run
-
-    if args.model and args.measure:
-        raise ArgumentError(
-            f"--measure: got {args.measure} together with --model; allowed: one of the two"
-        )
-    measured = 0 if args.model else args.measure or 4
-    length, head_dim = args.shape
-    return run(length, head_dim, args.isa, measured, not args.dry_run, args.dtype, args.cpu)
-
-
-def estimate(args: argparse.Namespace) -> Any:
-    if args.what:
-        job = importlib.import_module(f"..machinecode.estimate_{args.what}", __package__)
-        return job.run(args.cpu or ("host" if args.what == "check" else "a64fx"))
-    from ..machinecode import estimate as tiles
-
-    return tiles.run(args.cpu or "a64fx", args.instructions, args.head_dim)
-
-
-def cache(args: argparse.Namespace) -> Any:
-    from ..jit import cache_files
-
-    found = cache_files.clear(args.dry_run)
-    for path in found:
-        print(path)
-    done = "would be removed" if args.dry_run else "removed"
-    print(f"{len(found)} files of compiled kernels {done}")
-    return {
-        "removed": 0 if args.dry_run else len(found),
-        "dry_run": args.dry_run,
-        "files": [str(path) for path in found],
-    }
+from ..errors import NumflashError
+from . import actions
 
 
 def positive(text: str) -> int:
@@ -271,7 +66,7 @@ NAMES = flag("--list", "names of the kernels")
 # (function, what it does, its arguments), in the order of the help
 COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
     (
-        demo,
+        actions.demo,
         "real attention end to end: errors, speed, where the time goes, caches",
         (
             option(
@@ -290,13 +85,13 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        info,
+        actions.info,
         "versions, instruction sets, caches",
         (flag("--roof", "also measure the peaks of this machine"),),
     ),
-    (warmup, "compile every kernel ahead of its first call", ()),
+    (actions.warmup, "compile every kernel ahead of its first call", ()),
     (
-        bench,
+        actions.bench,
         "a benchmark: every contender checked against float64, then timed",
         (
             length(positive_or_decode, '; "decode": one token over a KV cache, by each storage'),
@@ -330,7 +125,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        explain,
+        actions.explain,
         "the tiling of a problem: blocks, bytes in each cache, operations",
         (
             length(),
@@ -345,7 +140,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        asm,
+        actions.asm,
         "instructions in the hot loop of a kernel, for this CPU or another",
         (
             option("kernel", nargs="?", default="quantize-rows", help="a name from --list"),
@@ -360,7 +155,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        export,
+        actions.export,
         "a kernel for C: assembly, object, header, and a program that checks it",
         (
             option("kernel", nargs="?", help="a name from --list"),
@@ -370,7 +165,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        estimate,
+        actions.estimate,
         "instructions and modelled cycles of the INT8 kernels on an AArch64 CPU (needs llvm-mca)",
         (
             option(
@@ -391,7 +186,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        job,
+        actions.job,
         "a batch script for Fugaku or a SLURM cluster, printed; what it runs follows `--`",
         (
             option("scheduler", choices=["fugaku", "slurm"]),
@@ -405,7 +200,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        validate,
+        actions.validate,
         "bits, accuracy, peaks, efficiency and scaling of this machine's CPU",
         (
             flag("--quick", "the best instruction set only, no scaling"),
@@ -413,7 +208,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        tune,
+        actions.tune,
         "the fastest tiling of a kernel here, kept for later calls",
         (
             option(
@@ -438,7 +233,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         ),
     ),
     (
-        cache,
+        actions.cache,
         "compiled kernels on disk",
         (
             option("action", choices=["clear"], help="remove those in the folder that is in use"),
@@ -474,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     args, words = parser().parse_args(given[:end]), given[end + 1 :]
-    if words and args.function is not job:
+    if words and args.function is not actions.job:
         parser().error(f"got {' '.join(words)!r} after '--'; allowed: of `numflash job` only")
     args.words = words
     try:

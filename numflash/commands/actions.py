@@ -1,0 +1,222 @@
+"""What the commands do: a function for each, from parsed arguments to what `--json` prints.
+
+Modules are imported where they are used: `numflash info` does not load the kernels of a benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+from .. import __version__
+from ..errors import ArgumentError
+
+
+def demo(args: argparse.Namespace) -> Any:
+    if args.what == "ring":
+        from ..mpi import demo as ring
+
+        return ring.run(args.threads)
+    if args.what == "decode":
+        from . import demo_decode
+
+        return demo_decode.run(args.threads, args.dtype)
+    if args.what == "generate":
+        from . import demo_generate
+
+        return demo_generate.run(args.threads, args.dtype)
+    from . import demo as job
+
+    return job.run(args.threads)
+
+
+def info(args: argparse.Namespace) -> Any:
+    import llvmlite
+    import llvmlite.binding as llvm
+    import numba
+    import numpy
+
+    from ..jit import cache_files, target
+    from ..jit.threads import most
+    from ..tiling import Caches
+
+    caches = Caches.of_this_machine()
+    found = {
+        "numflash": __version__,
+        "python": sys.version.split()[0],
+        "numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
+        "llvm": ".".join(map(str, llvm.llvm_version_info)),
+        "numpy": numpy.__version__,
+        "cpu": target.cpu_name(),
+        "isa": target.available(),
+        "threads": most(),
+        "caches": dict(caches.levels()),
+        "caches_from": caches.source,
+        "cache_files": len(cache_files.files()),
+        "cache": sorted({str(path.parent) for path in cache_files.files()}),
+    }
+    for name in ("torch", "ml_dtypes", "matplotlib", "rich"):
+        found[name] = _version(name)
+    if args.roof:
+        from ..measure import roofline
+
+        found["roof"] = [roofline.measure(n).as_dict() for n in sorted({1, most()})]
+    for key, value in found.items():
+        print(f"{key:<18} {value}")
+    return found
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def warmup(args: argparse.Namespace) -> Any:
+    from .warmup import run
+
+    return run()
+
+
+def bench(args: argparse.Namespace) -> Any:
+    from . import bench as job
+
+    if args.length == "decode":
+        from . import bench_decode
+
+        return bench_decode.run(args.threads)
+    if args.plot:
+        return job.plot(args.plot, args.head_dim, args.threads, args.iterations)
+    if args.short:
+        from . import bench_short
+
+        return bench_short.run(args.threads)
+    if args.study:
+        from . import bench_study
+
+        return bench_study.run(args.study)
+    from ..measure.contenders import Case
+
+    case = Case(args.length, args.head_dim, args.causal, args.heads, args.batch)
+    return job.run(case, args.iterations, args.threads, args.reference_threads)
+
+
+def explain(args: argparse.Namespace) -> Any:
+    import numflash
+
+    shape = (args.batch, args.heads, args.length, args.head_dim)
+    found = numflash.explain(shape, precision=args.precision, is_causal=args.causal)
+    print(found)
+    result = found.as_dict()
+    if args.roof:
+        from ..measure import roofline
+
+        roof = roofline.measure(1)
+        rate, limit = found.roof(roof.int8 if args.precision == "int8" else roof.float32, roof.read)
+        print(
+            f"  roof: {rate / 1e9:.0f} GOP/s on one thread of this machine, set by {limit}: "
+            f"{1e3 * found.operations / rate:.3g} ms at best"
+        )
+        result |= {"roof": rate, "limited_by": limit}
+    return result
+
+
+def asm(args: argparse.Namespace) -> Any:
+    from ..machinecode import codegen
+
+    if args.list:
+        print("\n".join(codegen.KERNELS))
+        return sorted(codegen.KERNELS)
+    if args.listing:
+        text = codegen.compile_kernel(args.kernel, args.cpu, args.features).assembly
+        print(text, end="")
+        return {"kernel": args.kernel, "cpu": args.cpu, "assembly": text}
+    found = codegen.histogram(args.kernel, args.cpu, args.features)
+    for key, value in found.items():
+        print(f"{key:<18} {value}")
+    return found
+
+
+def export(args: argparse.Namespace) -> Any:
+    from ..machinecode import export as job
+
+    if args.list:
+        known = job.kernels()
+        for name, text in known.items():
+            print(f"{name:<18} {text}")
+        return known
+    if not args.kernel or not args.to:
+        raise ArgumentError(
+            "export: got no KERNEL or no --to; allowed: numflash export KERNEL --to FOLDER, or --list"
+        )
+    found = job.run(args.kernel, args.cpu, args.to)
+    print(
+        f"{found['kernel']} for {found['cpu']} ({found['isa']}): {found['instructions']} instructions"
+    )
+    print("\n".join(found["files"]))
+    print(f"make -C {args.to} check")
+    return found
+
+
+def job(args: argparse.Namespace) -> Any:
+    from .job import Request, run
+
+    request = Request(
+        args.nodes,
+        args.groups,
+        args.threads,
+        args.time,
+        args.account,
+        args.queue,
+        args.environment,
+        args.words,
+    )
+    return run(args.scheduler, request)
+
+
+def validate(args: argparse.Namespace) -> Any:
+    from .validate import run
+
+    return run(args.quick, args.to)
+
+
+def tune(args: argparse.Namespace) -> Any:
+    from .tune import run
+
+    if args.model and args.measure:
+        raise ArgumentError(
+            f"--measure: got {args.measure} together with --model; allowed: one of the two"
+        )
+    measured = 0 if args.model else args.measure or 4
+    length, head_dim = args.shape
+    return run(length, head_dim, args.isa, measured, not args.dry_run, args.dtype, args.cpu)
+
+
+def estimate(args: argparse.Namespace) -> Any:
+    if args.what:
+        job = importlib.import_module(f"..machinecode.estimate_{args.what}", __package__)
+        return job.run(args.cpu or ("host" if args.what == "check" else "a64fx"))
+    from ..machinecode import estimate as tiles
+
+    return tiles.run(args.cpu or "a64fx", args.instructions, args.head_dim)
+
+
+def cache(args: argparse.Namespace) -> Any:
+    from ..jit import cache_files
+
+    found = cache_files.clear(args.dry_run)
+    for path in found:
+        print(path)
+    done = "would be removed" if args.dry_run else "removed"
+    print(f"{len(found)} files of compiled kernels {done}")
+    return {
+        "removed": 0 if args.dry_run else len(found),
+        "dry_run": args.dry_run,
+        "files": [str(path) for path in found],
+    }
