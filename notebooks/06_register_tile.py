@@ -24,7 +24,7 @@ machine()
 import numpy as np
 
 from numflash.course import answer_of, bars, check, figure, roof, rounds, table
-from numflash.cpu.int8 import portable
+from numflash.cpu.int8 import portable_products
 from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
 from numflash.cpu.study import ladder
 from numflash.cpu.study.register_tile import make_product, make_tile, pack
@@ -91,7 +91,7 @@ def one_by_one(q, k, c):
 def known_length(q, k, c):
     for row in range(0, q.shape[0], c.shape[0]):
         for first in range(0, k.shape[0], c.shape[1]):
-            portable.dots_128(q[row:row + c.shape[0]], k[first:first + c.shape[1]], c)
+            portable_products.dots_128(q[row:row + c.shape[0]], k[first:first + c.shape[1]], c)
 
 
 @kernel
@@ -100,7 +100,7 @@ def four_by_four(q, k, c):
         for first in range(0, k.shape[0], c.shape[1]):
             for i in range(0, c.shape[0], 4):
                 for j in range(0, c.shape[1], 4):
-                    portable.dot_block(q[row + i:row + i + 4], k[first + j:first + j + 4], c[i:i + 4, j:j + 4])
+                    portable_products.dot_block(q[row + i:row + i + 4], k[first + j:first + j + 4], c[i:i + 4, j:j + 4])
 
 
 def measure(run, *operands):
