@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from numflash.commands import cli
+from numflash.commands import cli, warmup
+from numflash.cpu.int8 import quantize_rows
 
 
 def run(*argv, status=0):
@@ -228,6 +229,23 @@ def test_demo():
     ):
         assert part in out
     assert "demo 1/" in err, "progress"
+
+
+def test_warmup_compiles_heads_narrower_and_wider_than_a_vector(monkeypatch):
+    """In INT8 they are different kernels, in floats those of packed values and of V as it is."""
+    found = {}
+
+    def attention(query, key, value, mask, impl, **options):
+        found.setdefault((impl, *options.values()), set()).add(
+            query.shape[3] >= quantize_rows.LANES
+        )
+
+    monkeypatch.setattr(warmup, "attention", attention)
+    for name, call in warmup.jobs():
+        if not name.startswith(("gradient", "KV cache")):
+            call()
+    assert {("cpu", "int8"), ("cpu", "int8", "bf16"), ("cpu", "float32")} < found.keys()
+    assert all(widths == {False, True} for widths in found.values())
 
 
 @pytest.mark.slow
