@@ -118,8 +118,9 @@ def test_float_values_are_those_of_the_general_way(isa, pv):
     q, k, v = qkv(b=2, l=40, s=200, d=32)
     v[0, :, 191:], v[1] = 0, 0  # the general way copies what no row sees
     check(problem(q, k, v, Options(key_lengths=[191, 0], **asked)), isa)
-    arrays = [x.swapaxes(1, 2).astype(ml_dtypes.bfloat16) for x in (q, k, v)]
-    check(problem(*arrays, Options(layout="blhd", **asked)), isa)
+    if isa == ISAS[0]:  # another kernel to compile
+        arrays = [x.swapaxes(1, 2).astype(ml_dtypes.bfloat16) for x in (q, k, v)]
+        check(problem(*arrays, Options(layout="blhd", **asked)), isa)
 
 
 @pytest.mark.parametrize("options", [{"key_lengths": [190, 0]}, {"softcap": 2.0}])

@@ -28,7 +28,7 @@ from .flash_int8 import make_attend
 from .packing import PackedKeys, key_packer, value_packer
 from .quantize import PLAIN_BITS, Quantized, Source, largest_of, make_quantize
 from .quantize_rows import Rows
-from .quantize_values import value_type
+from .quantize_values import value_form, value_type
 
 F = np.float32
 MOST = 2.0**30  # scores from here on are not rounded to int32 at once
@@ -196,7 +196,7 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
     kind : "float32" or "bfloat16"
     rows : of a query tile, where these are not the tiling's
     """
-    quantize = make_quantize(isa_name, kind, value_type(isa_name, pv))
+    quantize = make_quantize(isa_name, kind, value_form(isa_name, pv))
     keys_at, values_at, first_at = operands_at(isa_name, pv)
     attend = attend_packed(isa_name, pv, *rows)
 

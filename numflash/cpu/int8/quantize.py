@@ -19,7 +19,7 @@ whose magnitudes stay below `quantize_rows.PLAIN`, and heads as wide as a vector
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -242,13 +242,13 @@ def finer_rows(kind: str):
 
 
 @functools.cache
-def make_quantize(isa_name: str, kind: str, stored: Any):
+def make_quantize(isa_name: str, kind: str, form: str):
     """The kernel f(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K).
 
     It writes the `Quantized` operands in `to`.
 
     kind : "float32" or "bfloat16", what the rows of Q, K and V hold
-    stored : `value_type`; where the values stay floats, their scales are 1, and no first keys are
+    form : `value_form`; where the values stay floats, their scales are 1, and no first keys are
         written
     """
     isa = VECTOR_ISAS[isa_name]
@@ -260,11 +260,8 @@ def make_quantize(isa_name: str, kind: str, stored: Any):
     peaks = down_channels(kind, True)
     queries = query_rows(kind)
     keys = key_panels(isa_name, kind)
-    floats = stored in (np.float32, np.uint16)
-    if floats:
-        values = float_blocks(kind, in_pairs=stored == np.uint16)
-    else:
-        values = value_blocks(isa_name, kind)
+    floats = form != "integers"
+    values = float_blocks(kind, form) if floats else value_blocks(isa_name, kind)
     first_rows = finer_rows(kind)
 
     @bare

@@ -25,11 +25,22 @@ F = np.float32
 U = np.uint32
 
 
+def value_form(isa_name: str, pv: str) -> str:
+    """How packed values are kept: "integers", "floats" (float32), "pairs" of bfloat16, or "rounded":
+    the numbers of bfloat16 as float32, for CPUs without its products.
+    """
+    if pv not in FLOAT_VALUES:
+        return "integers"
+    if floats_of(isa_name, pv).group == 2:
+        return "pairs"
+    return "rounded" if pv == "bf16" else "floats"
+
+
 def value_type(isa_name: str, pv: str) -> Any:
-    """What packed values are: integers, float32, or the bits of bfloat16."""
-    if pv in FLOAT_VALUES:
-        return np.uint16 if floats_of(isa_name, pv).group == 2 else np.float32
-    return np.int8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
+    """The dtype of packed values; of pairs, that of bfloat16's bits."""
+    integers = np.int8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
+    types = {"integers": integers, "pairs": np.uint16}
+    return types.get(value_form(isa_name, pv), np.float32)
 
 
 @functools.cache
@@ -64,18 +75,26 @@ def rounded_bits(number):
 
 
 @bare
+def rounded_float(number):
+    """float32 -> the bits of that bfloat16 as float32."""
+    return bfloat16_to_float32(rounded_bits(number))
+
+
+@bare
 def same(number):
     return number
 
 
 @functools.cache
-def float_blocks(kind: str, in_pairs: bool):
-    """The same for values that stay floats (pv "fp32" and "bf16"): rows of whole vectors, float32,
-    or bfloat16 in pairs of keys.
+def float_blocks(kind: str, form: str):
+    """The same for values that stay floats (pv "fp32" and "bf16"), in a `value_form`: rows of whole
+    vectors, or pairs of keys.
     """
-    element = F if kind == "float32" else np.uint16
-    bits32 = bits_of if kind == "float32" else bfloat16_to_float32
-    bits16 = rounded_bits if kind == "float32" else same
+    element, in_pairs = F if kind == "float32" else np.uint16, form == "pairs"
+    if kind == "float32":
+        bits32, bits16 = rounded_float if form == "rounded" else bits_of, rounded_bits
+    else:
+        bits32, bits16 = bfloat16_to_float32, same
     rows_of_words = 1 if in_pairs else 2  # for two keys
 
     @bare
