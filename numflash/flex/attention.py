@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..validation.options import IMPLS, NAMES, Options
 from .fused import Fused, fused_of
 from .masks import BlockMask
 from .prepared import prepare
+from .soft_cap import soft_cap
 
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 OPTIONS = tuple(
@@ -49,9 +51,13 @@ def of_sequences(
 ) -> Callable[[Problem, list[int]], Problem]:
     """What gives the problem of some sequences, by their numbers, its functions."""
     _supported(whole, impl)
+    whole, score_mod = _with_option(whole, score_mod)
     prepared = prepare(score_mod, mask_mod)
 
     def functions(problem: Problem, numbers: list[int]) -> Problem:
+        problem = replace(problem, softcap=whole.softcap)
+        if score_mod is None and mask_mod is None:
+            return problem
         return problem.with_functions(Fused(prepared, batch=np.array(numbers, np.int64)))
 
     return functions
@@ -62,7 +68,19 @@ def with_functions(
 ) -> Problem:
     """The problem with its functions."""
     _supported(problem, impl)
+    problem, score_mod = _with_option(problem, score_mod)
     return problem.with_functions(fuse(score_mod, block_mask, problem))
+
+
+def _with_option(
+    problem: Problem, score_mod: ScoreFunction | None
+) -> tuple[Problem, ScoreFunction | None]:
+    """An INT8 problem with its own option in place of a score function of the same meaning."""
+    if score_mod is None or problem.precision != "int8":
+        return problem, score_mod
+    score = prepare(score_mod, None).score
+    cap = 0.0 if score is None else soft_cap(score)
+    return (replace(problem, softcap=cap), None) if cap else (problem, score_mod)
 
 
 def _supported(problem: Problem, impl: str) -> None:
@@ -153,7 +171,8 @@ def flex_attention(
     Notes
     -----
     With precision "int8" the functions get scores in float32 of the integer products, and give
-    scores that are rounded to 1/256 octave; keys are not smoothed if there is a `score_mod`.
+    scores that are rounded to 1/256 octave; keys are not smoothed if there is a `score_mod`. One
+    that is exactly c * tanh(score / c) runs as `attention(softcap=c)`, with its bits.
 
     Rows that see no key give 0 and -inf. NaN or infinity in a key or value that is not seen never
     reaches the output.

@@ -140,8 +140,7 @@ class TileWriter(Memory):
         score, slope, seen = self.program.roots_by_name
         unit = self.args["unit"]
         if score is None:
-            scaled = many.mul(self.raw, many.splat(self.args["scale"]))
-            x = b.fmul(scaled, many.splat(unit))
+            x = many.mul(self.raw, many.splat(self.one.mul(self.args["scale"], unit)))
         else:
             x = self._times(score, unit)
         if self.form.gradient:

@@ -12,6 +12,8 @@ from numflash import validation
 from numflash.cpu import launch
 from numflash.errors import UnsupportedError
 from numflash.flex.attention import with_functions
+from numflash.flex.prepared import prepare
+from numflash.flex.soft_cap import soft_cap
 from numflash.jit import target
 from numflash.validation.options import Options
 
@@ -56,6 +58,65 @@ def test_a_causal_mask_function_has_the_bits_of_the_option(impl):
     )
     wanted = numflash.attention(q, k, v, is_causal=True, window=(30, None), **options)
     assert all(np.array_equal(x, y) for x, y in zip(window, wanted, strict=True))
+
+
+CAP = 3.0
+CAPS = [  # one soft cap
+    lambda s, *at: CAP * np.tanh(s / CAP),
+    lambda s, *at: np.tanh((1 / CAP) * s) * CAP,
+    lambda s, *at: np.tanh(s / CAP) / (1 / CAP),
+    lambda s, *at: 1.5 * (np.tanh(s * 0.5 / 1.5) * 2),
+]
+NO_CAPS = [
+    lambda s, *at: -CAP * np.tanh(s / -CAP),
+    lambda s, *at: CAP * np.tanh(s / -CAP),
+    lambda s, *at: CAP * np.tanh(s / 3.000001),
+    lambda s, *at: CAP * np.tanh((s + 1e-6) / CAP),
+    lambda s, *at: CAP * np.tanh(s / CAP) + 1e-6,
+    lambda s, b, h, q, k: CAP * np.tanh(s / CAP) * (h + 1),
+    lambda s, b, h, q, k: CAP * np.tanh(k / CAP),
+    lambda s, *at: CAP / np.tanh(s / CAP),
+    lambda s, *at: CAP * np.tanh(CAP / s),
+    lambda s, *at: CAP * np.sin(s / CAP),
+    lambda s, *at: 1e5 * np.tanh(s / 1e5),
+    lambda s, *at: np.tanh(s / 0) * 0,
+    lambda s, *at: s * CAP,
+]
+
+
+def test_which_functions_are_a_soft_cap():
+    caps = [soft_cap(prepare(f, None).score) for f in CAPS]
+    assert np.allclose(caps, CAP, rtol=1e-15)
+    assert [soft_cap(prepare(f, None).score) for f in NO_CAPS] == [0.0] * len(NO_CAPS)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_soft_cap_function_has_the_bits_of_the_option(impl):
+    q, k, v = (3 * x for x in g.operands(8))
+    options = {"precision": "int8", "impl": impl, "return_lse": True}
+
+    def equal(score_mod, block_mask=None, window=None, cap=CAP):
+        wanted = numflash.attention(q, k, v, softcap=cap, window=window, **options)
+        found = numflash.flex_attention(q, k, v, score_mod, block_mask, **options)
+        return all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+    for score_mod in CAPS:
+        assert equal(score_mod)
+    near = block_mask(lambda b, h, q, k: (q >= k) & (q - k < 60), 16)
+    assert equal(CAPS[0], near, (59, 0))
+    for cap in (CAP, 4.0):  # a captured number
+
+        def captured(score, b, h, q, k, cap=cap):
+            return cap * np.tanh(score / cap)
+
+        assert equal(captured, cap=cap)
+    assert not equal(NO_CAPS[3])
+    packed = [x[0].swapaxes(0, 1) for x in (q, k, v)]
+    starts = np.array([0, 60, 150])
+    run = {"precision": "int8", "impl": impl}
+    found = numflash.attention_varlen(*packed, starts, starts, score_mod=CAPS[0], **run)
+    wanted = numflash.attention_varlen(*packed, starts, starts, softcap=CAP, **run)
+    assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
