@@ -39,12 +39,8 @@ class Changes(NamedTuple):
     @property
     def any(self) -> bool:
         """Whether the kernel has anything to change."""
-        return self.functions is not None or self.besides_functions
-
-    @property
-    def besides_functions(self) -> bool:
-        """Whether there is anything but functions."""
-        return self.softcap != 0 or self.slopes is not None or self.mask is not None
+        arrays = self.slopes is not None or self.mask is not None
+        return self.functions is not None or self.softcap != 0 or arrays
 
     @property
     def cap_or_functions(self) -> bool:

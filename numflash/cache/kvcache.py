@@ -212,16 +212,16 @@ class KVCache(Appending):
         """
         memory = self._memory or self._open()
         functions = score_mod is not None or mask_mod is not None
-        options = alibi_slopes is not None or mask is not None or softcap != 0
-        changed = functions or options
+        options = alibi_slopes is not None or mask is not None
+        changed = functions or options or softcap != 0
         plain = return_lse is False and sinks is None and not options
-        plain = plain and not (functions and self.smooth)
+        plain = plain and not (changed and self.smooth)
         if plain and is_float32(query):
             wanted = memory.calls.results.get(query.shape)
             if wanted is not None:
-                changes = NOTHING
+                changes = check_changes(softcap, None, None, query.shape)
                 if functions:
-                    changes = with_functions(NOTHING, score_mod, mask_mod, memory.longest)
+                    changes = with_functions(changes, score_mod, mask_mod, memory.longest)
                 return self._equal_decode(memory, query, wanted, scale, splits, out, changes)
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
@@ -283,8 +283,8 @@ class KVCache(Appending):
         out: np.ndarray | None,
         changes: Changes,
     ) -> np.ndarray:
-        """A plain call like one before, but for functions: `scale`, `splits` and `out` are still to
-        be checked.
+        """A plain call like one before, but for functions and a soft cap: `scale`, `splits` and
+        `out` are still to be checked.
         """
         plan, c = memory.calls.plan(query.shape, scale, splits, memory.longest, changes.any)
         if out is None:

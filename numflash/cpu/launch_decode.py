@@ -139,7 +139,7 @@ class Plan:
         self.unit = LOG2E_Q8 if t.exact else F(LOG2E_Q8 / 256)
         self.store: Store | None = None  # whose addresses `numbers` has
         self.options: Options | None = None  # whose addresses `numbers` has
-        self.plain = False  # whether they change nothing
+        self.softcap: float | None = None  # where it is all that they are
         self.again = False  # whether the last call left rows to do again
         s = self.scratch
         numbers = Numbers(
@@ -162,10 +162,10 @@ class Plan:
 
         shift (B, H, L) float32 in units of the soft cap, natural ones with functions, or None.
         """
-        plain = shift is None and not changes.besides_functions
-        if not (plain and self.plain):
+        arrays = shift is not None or changes.slopes is not None or changes.mask is not None
+        if arrays or self.softcap != changes.softcap:
             self._set_options(changes, shift)
-            self.plain = plain
+            self.softcap = None if arrays else changes.softcap
         function = frame = 0
         if changes.functions is not None:
             batch, kv_heads, rows, _ = self.shape

@@ -141,3 +141,25 @@ def test_positions_of_a_ring_are_the_kernels():
     for length in (5, 30, 63):
         held = positions(length, min(length, 24), 4, 20)
         assert [token_in.py_func(j, length, 4, 20) for j in range(held.size)] == held.tolist()
+
+
+def test_a_call_has_its_own_options_whatever_the_last_one_had():
+    rng = np.random.default_rng(13)
+    k, v = (rng.standard_normal((1, 2, 50, 32), np.float32) for _ in "kv")
+    q = rng.standard_normal((1, 4, 1, 32), np.float32)
+
+    def filled():
+        cache = KVCache(1, 2, 32, 50, "int8")
+        cache.append(k, v)
+        return cache
+
+    calls = [
+        {"softcap": 2.0}, {"softcap": 3.0}, {}, {"softcap": 3.0}, {"alibi_slopes": np.ones(4)},
+        {"score_mod": lambda s, *at: s * 2}, {"score_mod": lambda s, *at: s * 2, "softcap": 2.0},
+        {"softcap": 2.0}, {"softcap": 2.0, "alibi_slopes": np.ones(4)}, {"softcap": 2.0},
+    ]  # fmt: skip
+    cache = filled()
+    for options in calls:
+        assert np.array_equal(cache.decode(q, **options), filled().decode(q, **options))
+    with pytest.raises(ArgumentError, match="softcap"):
+        cache.decode(q, softcap=-1.0)
