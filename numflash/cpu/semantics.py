@@ -295,17 +295,6 @@ def transform_row(semantics, b, h, i, first, x):
 
 
 @inline
-def transform_rows(semantics, b, h, i, first, stop, x):
-    """`transform_row` of rows i, i + 1, ... x, on the keys before `stop` that each attends to."""
-    if semantics.general:
-        for r in range(x.shape[0]):
-            low, high = row_range(semantics, b, i + r, stop)
-            a, z = max(low - first, 0), min(high - first, x.shape[1])
-            if a < z:
-                transform_row(semantics, b, h, i + r, first + a, x[r, a:z])
-
-
-@inline
 def narrow_row(x, out):
     """Q8.8 float32 scores to int16 relative to the row's own octave: (octave, any NaN).
 

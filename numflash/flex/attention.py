@@ -51,7 +51,8 @@ def of_sequences(
 ) -> Callable[[Problem, list[int]], Problem]:
     """What gives the problem of some sequences, by their numbers, its functions."""
     _supported(whole, impl)
-    whole, score_mod = _with_option(whole, score_mod)
+    if mask_mod is None:
+        whole, score_mod = _with_option(whole, score_mod)
     prepared = prepare(score_mod, mask_mod)
 
     def functions(problem: Problem, numbers: list[int]) -> Problem:
@@ -68,7 +69,8 @@ def with_functions(
 ) -> Problem:
     """The problem with its functions."""
     _supported(problem, impl)
-    problem, score_mod = _with_option(problem, score_mod)
+    if block_mask is None:
+        problem, score_mod = _with_option(problem, score_mod)
     return problem.with_functions(fuse(score_mod, block_mask, problem))
 
 
@@ -172,7 +174,7 @@ def flex_attention(
     -----
     With precision "int8" the functions get scores in float32 of the integer products, and give
     scores that are rounded to 1/256 octave; keys are not smoothed if there is a `score_mod`. One
-    that is exactly c * tanh(score / c) runs as `attention(softcap=c)`, with its bits.
+    that is exactly c * tanh(score / c), without a mask function, runs as `attention(softcap=c)`, with its bits.
 
     Rows that see no key give 0 and -inf. NaN or infinity in a key or value that is not seen never
     reaches the output.

@@ -30,12 +30,6 @@ def clear(first, stop, state):
     state.o[first:stop] = F(0)
 
 
-@bare
-def first_span(tile, i):
-    """Where the keys that row i attends to begin and end among the first ones."""
-    return min(tile.start[i], tile.first_keys), min(tile.hi[i], tile.first_keys)
-
-
 @functools.cache
 def make_begin_rows(isa_name: str, pv: str):
     """f(q, job, semantics, x): the state of a tile after the first keys; x, a flat scratch."""
@@ -53,17 +47,15 @@ def make_begin_rows(isa_name: str, pv: str):
                 q, (n * q.shape[1] + row + i) * d, d, kv.first.keys, kv.number, kv.first.scale,
                 tile.scale[i], x, i * FIRST_KEYS,
             )  # fmt: skip
-            start, stop = first_span(tile, i)
-            if semantics.general and start < stop:
-                seen = x[i * FIRST_KEYS + start : i * FIRST_KEYS + stop]
-                transform_row(semantics, b, h, row + i, start, seen)
         if functions.masked != 0:
             function = Function(functions.masked, functions.masked_frame)
             scores, corner = Rows(x, 0, FIRST_KEYS), Corner(batch_of(functions, b), h, row, 0)
             call_tile(function, scores, tile.real, tile.first_keys, corner, fx.LN2_Q8, fx.LOG2E_Q8)
         for i in range(tile.real):
-            start, stop = first_span(tile, i)
+            start, stop = min(tile.start[i], tile.first_keys), min(tile.hi[i], tile.first_keys)
             seen = x[i * FIRST_KEYS : (i + 1) * FIRST_KEYS]
+            if semantics.general and start < stop:
+                transform_row(semantics, b, h, row + i, start, seen[start:stop])
             if start > 0 or stop < FIRST_KEYS:
                 for j in range(FIRST_KEYS):
                     if j < start or j >= stop:

@@ -102,8 +102,6 @@ def make_block_scores(isa_name: str):
         octave, real = state.octave, tile.real
         changes = changes_of(job, block)
         inside, dropped, left = block.inside, False, False
-        # options beside a function (a soft cap beside a mask) come first, in float32
-        wide = wide or (job.changed and called.address != 0)
         if not wide:
             if called.address != 0:
                 function_scores(tile, job.kv, block, called, scratch.wide, x, state.base)
@@ -124,7 +122,7 @@ def make_block_scores(isa_name: str):
         if wide:
             inside = inside and called.address != 0
             left = wide_scores(job, block, changes, called, scratch)
-        if called.address != 0 and not job.changed:
+        if called.address != 0:
             follow_base(octave, real, state.base)
         return inside, unused, left
 

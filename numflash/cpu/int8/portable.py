@@ -26,7 +26,7 @@ from ..isa.isas import padded
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, all_empty, batch_of, call_tile
 from ..isa.vectors import next_task
-from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_rows
+from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
 from .portable_products import MR, NR, mac, product
 
 F = np.float32
@@ -311,7 +311,6 @@ def make_attend(pv: str):
                 score_first(
                     q_tile[:rows], first_keys.keys[n_kv], first_keys.scale[n_kv], cq_tile, x
                 )
-                transform_rows(semantics, b, h, row, 0, first_count, x[:rows])
                 if functions.masked != 0:
                     corner = Corner(batch_of(functions, b), h, row, 0)
                     call_tile(
@@ -323,8 +322,10 @@ def make_attend(pv: str):
                     lo, hi = row_range(semantics, b, row + i, s)
                     a, z = min(lo, first_count), min(hi, first_count)
                     if a < z:
-                        values = first_keys.values[n_kv, a:z]
-                        m[i], l[i], bad = begin_row(x[i, a:z], values, one, o[i])
+                        seen = x[i, a:z]
+                        if semantics.general:
+                            transform_row(semantics, b, h, row + i, a, seen)
+                        m[i], l[i], bad = begin_row(seen, first_keys.values[n_kv, a:z], one, o[i])
                         if bad:
                             spoiled[i] = 1
             first, stop = s, 0
@@ -343,7 +344,6 @@ def make_attend(pv: str):
                     cq_tile,
                     x,
                 )
-                transform_rows(semantics, b, h, row, c, s, x[:rows])
                 if functions.masked != 0:
                     corner = Corner(batch_of(functions, b), h, row, c)
                     call_tile(
@@ -356,6 +356,8 @@ def make_attend(pv: str):
                     a, z = max(lo - c, first_count - c, 0), min(hi - c, KEY_BLOCK)
                     octave = I(UNSEEN)
                     if a < z:
+                        if semantics.general:
+                            transform_row(semantics, b, h, row + i, c + a, x[i, a:z])
                         octave, bad = narrow_row(x[i, a:z], x16[i, a:z])
                         if bad:
                             spoiled[i] = 1
