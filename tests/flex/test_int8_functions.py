@@ -95,9 +95,9 @@ def test_a_soft_cap_function_has_the_bits_of_the_option(impl):
     q, k, v = (3 * x for x in g.operands(8))
     options = {"precision": "int8", "impl": impl, "return_lse": True}
 
-    def equal(score_mod, block_mask=None, window=None, cap=CAP):
-        wanted = numflash.attention(q, k, v, softcap=cap, window=window, **options)
-        found = numflash.flex_attention(q, k, v, score_mod, block_mask, **options)
+    def equal(score_mod, cap=CAP):
+        wanted = numflash.attention(q, k, v, softcap=cap, **options)
+        found = numflash.flex_attention(q, k, v, score_mod, **options)
         return all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True))
 
     for score_mod in CAPS:
