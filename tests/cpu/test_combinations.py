@@ -1,6 +1,7 @@
 """Every option on every kernel of this machine that has code for it.
 
-By pairs; in the slow tests every seventh row of the whole table, by the date, in which any three
+By pairs, of the instruction sets between the best and the plain one and of other weights than INT8's half
+by the date; in the slow tests every seventh row of the whole table, by the date, in which any three
 settings meet; TABLE=whole for all rows. Each row without and with attention sinks. Other weights than
 INT8's on the widest vectors, in plain loops, and on half of what is between.
 
@@ -30,7 +31,7 @@ from numflash.numerics.fixedpoint import FLOAT_VALUES
 from numflash.numerics.quantization import quantize_problem
 
 PARTS = 7  # of the whole table, which a day has one of
-INT8 = [(isa, "int8") for isa in target.available()]
+INT8 = [(isa, "int8") for isa in isas_of_today(target.available())]
 BEST, PLAIN = target.available()[0], target.available()[-1]
 OTHERS = [
     (isa, pv)
@@ -138,7 +139,7 @@ def test_any_three_settings_meet_every_day():
         assert every == {x for row in part for x in itertools.combinations(row.items(), 3)}
 
 
-@pytest.mark.parametrize(("isa", "pv"), INT8 + OTHERS)
+@pytest.mark.parametrize(("isa", "pv"), [*INT8, *of_today(OTHERS, 2)])
 def test_int8_by_pairs(isa, pv):
     for row in pairs():
         int8_holds(isa, pv, row)
