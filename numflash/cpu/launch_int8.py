@@ -205,8 +205,8 @@ class Int8Plan:
         channels = padded(d, description.step)
         columns = padded(dv, description.unit * running_lanes(isa))
         size = 1 if description.group == 4 else 2
-        first_count = 0 if problem.pv in fx.FLOAT_VALUES else problem.first_keys
-        first_rows = n_kv * FIRST_KEYS if first_count else 0
+        # written where values are integers, whether or not the sequences have any
+        first_rows = 0 if problem.pv in fx.FLOAT_VALUES else n_kv * FIRST_KEYS
         value_size = np.dtype(value_type(isa, problem.pv)).itemsize
         seen = int(seen_keys(problem).max(initial=0))
         self.layout = Layout()
@@ -235,7 +235,7 @@ class Int8Plan:
             channels,
             columns,
             problem.smooths,
-            first_count,
+            problem.first_keys if first_rows else 0,
             workers("int8", n * length * seen * (d + dv)),
             stream_of(problem, isa),
             *(step for steps in strides for step in steps[:3]),
