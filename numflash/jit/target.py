@@ -22,7 +22,8 @@ from .system import scalable_bits, tiles_permitted
 
 Needs = dict[str, tuple[str, ...]]
 
-# On a target with AVX-512, tile instructions of AMX become calls of functions that are named so.
+# For tests: a target with AVX-512 VNNI counts as one with AMX, and each tile instruction becomes a
+# call of the function of `cpu.isa.emulated_tiles` whose symbol is this prefix and its name.
 EMULATES_AMX = os.environ.get("NUMFLASH_EMULATE_AMX", "") not in ("", "0")
 EMULATED_TILES = "numflash_emulated_"
 _TILES = frozenset(("amx-tile", "amx-int8", "amx-bf16"))

@@ -1,9 +1,9 @@
 """Every option on every kernel of this machine that has code for it.
 
-By pairs, of the instruction sets between the best and the plain one and of other weights than INT8's half
-by the date; in the slow tests every seventh row of the whole table, by the date, in which any three
-settings meet; TABLE=whole for all rows. Each row without and with attention sinks. Other weights than
-INT8's on the widest vectors, in plain loops, and on half of what is between.
+The default tests run all pairs of settings: on the best instruction set, in plain loops, and, by the
+date, on half of the instruction sets between and with half of the other `pv`. The slow tests run every
+seventh row of the whole table, by the date, in which any three settings meet; TABLE=whole runs all.
+Each row is computed without and with attention sinks.
 
 INT8 is held to the bits of the integer model. The float kernels get the budget that the fuzzer's
 own float64 oracle works out for every number of a result.
