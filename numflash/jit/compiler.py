@@ -14,11 +14,12 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 from numba.core import codegen, compiler
-from numba.core.registry import CPUDispatcher
+from numba.core.registry import CPUDispatcher, cpu_target
 
 from ..errors import UnsupportedError
 from .disk_cache import cached, named, salt, separate_functions, symbols
 from .interrupts import uninterrupted
+from .tuples import pass_whole
 
 logger = logging.getLogger("numflash")
 
@@ -26,6 +27,8 @@ if numba.config.DISABLE_JIT:
     raise UnsupportedError(
         "NUMBA_DISABLE_JIT is set: the kernels use instructions that only compiled code has; allowed: unset"
     )
+
+pass_whole(cpu_target.target_context)
 
 # Threads come from `prange` alone: array expressions inside a worker must not become parallel loops
 # of their own (they cost compile time and run serially anyway).

@@ -30,6 +30,7 @@ from numba.core.runtime import nrtdynmod
 from ..errors import ArgumentError
 from ..jit.compiler import InlineLibrary, KernelCompiler
 from ..jit.parallel import share
+from ..jit.tuples import pass_whole
 from . import assembly
 from .kernels import KERNELS, Kernel
 
@@ -192,6 +193,7 @@ class _TargetContext(cpu.CPUContext):
     def init(self) -> None:
         self.is32bit = False
         self._internal_codegen = _Codegen(self._target)
+        pass_whole(self)
 
     @functools.cached_property
     def _runtime(self) -> Any:

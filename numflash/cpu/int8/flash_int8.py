@@ -119,7 +119,7 @@ def changes_scores(semantics):
     return semantics.softcap > F(0) or semantics.has_bias or semantics.has_mask or slopes
 
 
-@bare
+@bare(forceinline=True)
 def tile_changes(semantics, dense, place, last, scratch):
     """The options of a tile's scores: see `score_changes`."""
     b, h, _, row = place
@@ -174,7 +174,7 @@ def make_load_rows(operand: Any, q_offset: int):
             for i in range(tile.real):
                 copy(q[place.n, place.row + i], tile.q[i])
 
-    @bare
+    @bare(forceinline=True)
     def load_rows(operands, semantics, place, s, tile, state):
         b, _, n, row = place
         copy_rows(operands.q, place, tile)
