@@ -252,7 +252,7 @@ assert abs(8357 / 65536 * 256 / exact_scale - 1) < 3e-6
 query8, key8, value8 = (rng.standard_normal((1, 1, 512, 64)).astype(np.float32) for _ in range(3))
 key8[0, 0, 300:310] += 0.5 * query8[0, 0, 7]               # ten keys that row 7 will find interesting
 problem = quantize_problem(describe(query8, key8, value8, Options(), "int8"))
-steps = list(integer_steps(problem, 0, 0, first_keys=False))
+steps = list(integer_steps(problem, 0, 0, plain=True))
 row = 7
 table(["keys", "largest score, octaves", "block's octave", "m", "weights: largest, sum", "l"],
       [[f"{s.first}..{s.stop - 1}", float(s.t[row].max() / 256), int(s.octave[row]), int(s.m[row]),

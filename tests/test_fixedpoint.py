@@ -3,12 +3,16 @@
 Errors as stated, continuity at the octave, equal bits in NumPy and in the JIT.
 """
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from numba import njit
 
 from numflash.numerics import fixedpoint as fx
+from numflash.numerics.fused import multiply_add
 
+F = np.float32
 ALL = np.arange(65536)
 
 
@@ -102,6 +106,37 @@ def test_softcap():
     np.testing.assert_array_equal(
         np.array([jitted(v, np.float32(20)) for v in x[::50]]), fx.softcap(x[::50], np.float32(20))
     )
+
+
+def test_eighths_below_an_octave():
+    """What a block's sums are multiplied by, to a bit of float32, also of a top that has wrapped."""
+    top = np.arange(-(1 << 15), (1 << 15) + 32, 32)
+    exact = 2.0 ** (top / 256 - -(-top // 256))
+    assert (np.abs(fx.below_octave(top) / exact - 1) < 2.0**-23).all()
+    np.testing.assert_array_equal(fx.below_octave(top.astype(np.int16)), fx.below_octave(top))
+
+
+def test_a_fused_multiply_add_rounds_once():
+    """Against exact fractions: sums of any two sizes, and those that lie half way between floats."""
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.standard_normal(300).astype(np.float32) for _ in range(3))
+    c *= np.exp2(rng.integers(-30, 60, 300)).astype(np.float32)
+    one, half = np.float32(1), np.float32(2.0**-24)
+    ties = [
+        (one + half * 2, half * (one - half), one),
+        (one - half, half, one),
+        (half, half, -half),
+    ]
+    ties += [(half, -(one - half), one + 2 * half), (half * one, one + 2 * half, one)]
+    a, b, c = (
+        np.append(x, [t[n] for t in ties]).astype(np.float32) for n, x in enumerate((a, b, c))
+    )
+    found = multiply_add(a, b, c).astype(np.float32)
+    for x, y, z, near in zip(a, b, c, found, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        for other in (np.nextafter(near, F(-np.inf)), np.nextafter(near, F(np.inf))):
+            off, beside = (abs(Fraction(float(n)) - exact) for n in (near, other))
+            assert off < beside or (off == beside and near.view(np.int32) % 2 == 0)
 
 
 def test_the_weight_of_the_octave_itself_is_one():

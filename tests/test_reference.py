@@ -180,9 +180,11 @@ def test_steps_are_what_the_model_adds_up(l, s):
         hidden = step.t == reference.HIDDEN
         assert (step.p[hidden] == 0).all()
         seen = ~hidden.all(1)
-        above = (step.octave[seen] << 8) - step.t[seen].max(1)
-        assert (above >= 0).all() and (above < 256).all()
-        assert (step.p[seen].max(1) >= 127).all(), "a row's largest weight lies in the upper octave"
+        largest, most = step.t[seen].max(1), step.p[seen].max(1, initial=0)
+        unit, least = (256, 2040) if step.p.dtype == np.uint16 else (32, 233)  # of the first keys
+        np.testing.assert_array_equal(step.octave[seen], -(-largest // 256))
+        np.testing.assert_array_equal(step.top[seen], -(-largest // unit) * unit)
+        assert (most >= least).all(), "the largest weight is just below what they refer to"
         m = np.maximum(m, step.octave)
         np.testing.assert_array_equal(step.m, m)
     assert stop == s
@@ -206,8 +208,8 @@ def test_a_first_token_that_takes_nearly_all_the_weight(causal):
     problem = quantize_problem(problem)
     size = np.abs(exact).sum(-1)
     off, plain = (
-        (np.abs(reference.integer_model(problem, first_keys=first)[0] - exact).sum(-1) / size).max()
-        for first in (True, False)
+        (np.abs(reference.integer_model(problem, plain=plain)[0] - exact).sum(-1) / size).max()
+        for plain in (False, True)
     )
     assert off < 0.06 and plain > 4 * off
 

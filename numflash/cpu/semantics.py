@@ -295,8 +295,17 @@ def transform_row(semantics, b, h, i, first, x):
 
 
 @inline
+def below_octave(top):
+    """`fixedpoint.below_octave` in selections, which become instructions on vectors of rows."""
+    n = -(top >> 5)
+    half = fx.HALF_OCTAVE if n & 4 else F(1)
+    quarter = fx.QUARTER_OCTAVE if n & 2 else F(1)
+    return F(F(half * quarter) * (fx.EIGHTH_OCTAVE if n & 1 else F(1)))
+
+
+@inline
 def narrow_row(x, out):
-    """Q8.8 float32 scores to int16 relative to the row's own octave: (octave, any NaN).
+    """Q8.8 float32 scores to int16 relative to the row's own octave: (octave, the largest, any NaN).
 
     -inf is hidden.
     """
@@ -306,11 +315,12 @@ def narrow_row(x, out):
         top = max(top, x[j])
     if top == F(-np.inf) or spoiled:
         out[: x.size] = HIDDEN
-        return I(UNSEEN), spoiled
-    octave = I(I(np.rint(min(max(top, -fx.T_LIMIT), fx.T_LIMIT))) + I(255)) >> I(8)
+        return I(UNSEEN), I(0), spoiled
+    largest = I(np.rint(min(max(top, -fx.T_LIMIT), fx.T_LIMIT)))
+    octave = I(largest + I(255)) >> I(8)
     base = I(octave << I(8))
     for j in range(x.size):
         t = I(np.rint(min(max(x[j], -fx.T_LIMIT), fx.T_LIMIT)))
         t = max(I(t - base), I(HIDDEN))
         out[j] = HIDDEN if x[j] == F(-np.inf) else np.int16(t)
-    return octave, False
+    return octave, I(largest - base), False

@@ -77,7 +77,7 @@ def _scores(isa: str) -> Any:
 
 def _softmax(isa: str) -> Any:
     """Octaves, weights and sums of the same."""
-    octaves = softmax_vectors.block_octaves(isa, KEY_BLOCK)
+    octaves = softmax_vectors.block_tops(isa, KEY_BLOCK)
     weights = softmax_vectors.row_weights(isa, KEY_BLOCK)
     totals, lanes_here = softmax_vectors.block_totals(isa), lanes_of(isa)
 

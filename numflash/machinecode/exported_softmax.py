@@ -10,7 +10,7 @@ from numba import njit
 
 from ..cpu.floats import float_rows
 from ..cpu.floats.float_isas import FLOAT_ISAS
-from ..cpu.int8.softmax_vectors import block_octaves, block_totals, row_weights
+from ..cpu.int8.softmax_vectors import block_tops, block_totals, row_weights
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of
 from ..jit.memory import place
 from ..numerics import fixedpoint as fx
@@ -23,7 +23,7 @@ VECTORS = 5  # of a row of the float32 example
 
 
 def _integer(isa_name: str, lanes: int) -> Any:
-    octaves, weights = block_octaves(isa_name, KEY_BLOCK), row_weights(isa_name, KEY_BLOCK)
+    octaves, weights = block_tops(isa_name, KEY_BLOCK), row_weights(isa_name, KEY_BLOCK)
     totals, vector_lanes = block_totals(isa_name), lanes_of(isa_name)
     weight = np.uint8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from ..cpu.int8.blocks import score_block, value_block
 from ..cpu.int8.packing import pack_keys, pack_values
-from ..cpu.int8.softmax import add_sums, grow_rows, octave_rows, weigh_rows
+from ..cpu.int8.softmax import add_sums, grow_rows, top_rows, weigh_rows
 from ..cpu.isa.amx_tiles import tile_state
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, running_lanes
 from ..cpu.isa.operands import KeyRange, Queries
 from ..errors import ArgumentError
 from ..jit.compiler import kernel
-from ..jit.memory import empty, reinterpret, zeros
+from ..jit.memory import empty, zeros
 from ..jit.threads import limit
 from ..numerics import fixedpoint as fx
 from ..numerics.quantization import quantize_problem
@@ -50,7 +50,7 @@ def make_phases(isa_name: str, parts: int):
     isa = VECTOR_ISAS[isa_name]
     t = tiling(isa_name)
     scores = score_block(isa_name)
-    octaves = octave_rows(isa_name)
+    tops = top_rows(isa_name, "int8")
     weigh = weigh_rows(isa_name, "int8")
     values, (begin, end) = value_block(isa_name, "int8"), tile_state(isa_name)
     block_q = t.block_q
@@ -71,8 +71,7 @@ def make_phases(isa_name: str, parts: int):
         scale = np.ones(block_q, np.float32)
         octave = np.zeros(block_q, np.int32)
         total = np.zeros(block_q, np.int32)
-        scale_bits = reinterpret(scale, np.int32)
-        octave_q8, sums = np.zeros(block_q, np.int16), np.zeros(block_q * lanes, np.int32)
+        top, sums = np.zeros(block_q, np.int16), np.zeros(block_q * lanes, np.int32)
         k, start, ck, v = keys.data[0], keys.start[0], keys.scale[0], packed_values[0]
         for row in range(0, q.shape[0] - block_q + 1, block_q):
             tile, factor = q[row : row + block_q], cq[row : row + block_q]
@@ -83,10 +82,10 @@ def make_phases(isa_name: str, parts: int):
                 keys_here = KeyRange(k, start, ck, c, KEY_BLOCK)
                 scores(Queries(tile, stride, factor, block_q), keys_here, x)
                 if with_softmax:
-                    octaves(x, block_q, KEY_BLOCK, octave, octave_q8)
-                    weigh(x, block_q, KEY_BLOCK, octave_q8, scale, p, sums, total)
+                    tops(x, block_q, KEY_BLOCK, octave, top)
+                    weigh(x, block_q, KEY_BLOCK, top, scale, p, sums, total)
                 if with_rescaling:
-                    grow_rows(octave, block_q, m, l, scale, scale_bits, o)
+                    grow_rows(octave, top, block_q, m, l, scale, o)
                     add_sums(total, block_q, F(1), scale, l)
                 if with_values:
                     values(p, v, c, KEY_BLOCK, scale, total, block_q, o)

@@ -47,6 +47,8 @@ CODE_ONE = 32767  # the largest of a row's numbers before they become codes of 4
 CODE_STEPS = (15, 16, 17)
 MASKED = -32768  # Q8.8 score of a masked key: its weight is exactly 0
 MIN_OCTAVE = -(1 << 24)  # octave of a row that has seen no key
+# pv -> Q8.8 steps to which a row's largest score in a block is rounded up: its weights refer to that
+REFERENCE_STEP = {"int8": ONE_Q8 // 8, "int16": ONE_Q8, "bf16": ONE_Q8, "fp32": ONE_Q8}
 VALUE_UNIT = (
     2.0**-40
 )  # decode sums weighted values in units of it: 2**17 blocks of the largest ones do not overflow
@@ -115,6 +117,28 @@ def exp2_w15(y):
     They fit int16, and the sum of 128 of them times INT8 values fits int32.
     """
     return u16(exp2_p16(y) >> u16(1))
+
+
+# 2**-(1/2), 2**-(1/4) and 2**-(1/8), and the eighths of an octave as their rounded products
+HALF_OCTAVE, QUARTER_OCTAVE, EIGHTH_OCTAVE = (f32(2.0**-x) for x in (1 / 2, 1 / 4, 1 / 8))
+EIGHTHS = np.array(
+    [
+        f32(
+            f32((HALF_OCTAVE if n & 4 else f32(1)) * (QUARTER_OCTAVE if n & 2 else f32(1)))
+            * (EIGHTH_OCTAVE if n & 1 else f32(1))
+        )
+        for n in range(8)
+    ],
+    f32,
+)
+
+
+def below_octave(top):
+    """2**(top / 256) relative to the whole octave at or above it: 1, 2**-(1/8) to 2**-(7/8), float32.
+
+    top : int Q8.8, whole eighths of an octave: what weights of P8 refer to in a block of keys
+    """
+    return EIGHTHS[-(top >> 5) & 7]
 
 
 def exp2_bf16(y):
@@ -208,7 +232,7 @@ EXP2 = {
 # ------------------------------
 LOG2E_Q8 = f32(256 * 1.4426950408889634)  # natural units -> Q8.8
 LN2_Q8 = f32(0.6931471805599453 / 256)  # and back
-T_LIMIT = f32(2.0**30)  # scores beyond +-4 million octaves stop here
+T_LIMIT = f32(2.0**28)  # scores beyond +-1 million octaves stop here
 LOWEST = f32(
     np.finfo(np.float32).min
 )  # of a score that a finite bias makes: -inf is for hidden keys

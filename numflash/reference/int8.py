@@ -13,6 +13,7 @@ import numpy as np
 
 from ..interop.arrays import convert, widen
 from ..numerics import fixedpoint as fx
+from ..numerics.fused import multiply_add
 from ..numerics.quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
 from ..validation import Problem
@@ -29,9 +30,11 @@ class Step:
 
     first, stop : the keys of the block
     s : (L, n) int32 raw scores;  t : (L, n) int32 log2 scores, Q8.8 (MASKED where hidden)
-    octave : (L,) int32 the block's own whole octave;  p : (L, n) uint8 weights (uint16 P12 of the
-        first keys, uint16 W15 with pv "int16", uint32 in units of 2**-15 with pv "bf16", uint32
-        Q16.16 with pv "fp32")
+    octave : (L,) int32 the whole octave at or above the row's largest score in the block
+    top : (L,) int32 Q8.8 what the block's weights refer to: `octave`, with pv "int8" the largest score
+        rounded up to eighths of an octave
+    p : (L, n) uint8 weights (uint16 P12 of the first keys, uint16 W15 with pv "int16", uint32 in units
+        of 2**-15 with pv "bf16", uint32 Q16.16 with pv "fp32")
     m : (L,) int32 running octave;  l : (L,) float32 running sum;  o : (L, Dv) float32 running
         output, all after this block
     """
@@ -41,6 +44,7 @@ class Step:
     s: np.ndarray
     t: np.ndarray
     octave: np.ndarray
+    top: np.ndarray
     p: np.ndarray
     m: np.ndarray
     l: np.ndarray
@@ -116,7 +120,7 @@ def value_units(problem: Problem, b: int, g: int) -> np.ndarray:
 
 
 def integer_steps(
-    problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK, first_keys: bool = True
+    problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK, plain: bool = False
 ) -> Iterator[Step]:
     """The integer pipeline of one head, key block by key block (INT8 pipeline, steps 2 to 7).
 
@@ -133,8 +137,15 @@ def integer_steps(
     (`QuantizedTensor.low`), their weights 12. Where one of them takes nearly all the weight, the
     other keys of its block would share few levels of 8 bits, and its own rounding would be the
     error of the row. `problem.first_keys` says how many keys of a later part of a sequence are
-    among them. Without `first_keys` they are keys like others: the plain pipeline that the course
-    builds.
+    among them.
+
+    With pv "int8" the weights of a block refer to the row's largest score in it, rounded up to eighths
+    of an octave, so that the largest one is 234 to 255; relative to the whole octave above it could be
+    128. The block's sums are multiplied by what is missing (`fixedpoint.below_octave`), and O takes
+    them in by a fused multiply-add. The sums so far shift by whole octaves, exactly.
+
+    `plain` : without both, first keys like others and weights relative to whole octaves: the pipeline
+    that the course builds.
     """
     nh = problem.shape[1]
     nkv = problem.shape[2]
@@ -164,7 +175,7 @@ def integer_steps(
     vi /= value_units(problem, b, g) if wide else 1
     if problem.pv == "bf16":
         vi = widen(convert(vi, "bfloat16")).astype(np.float64)
-    count = min(problem.first_keys, s_len) if first_keys and not wide else 0
+    count = 0 if plain or wide else min(problem.first_keys, s_len)
     m = np.full(length, fx.MIN_OCTAVE, np.int32)
     l = np.zeros(length, F)
     o = np.zeros((length, dv), F)
@@ -201,20 +212,23 @@ def integer_steps(
             top = t.max(1)
             some = top != HIDDEN
             octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE).astype(np.int32)
-            y = np.minimum((octave[:, None].astype(np.int64) << 8) - t, 65535).astype(np.uint16)
+            step = fx.ONE_Q8 if plain or finer else fx.REFERENCE_STEP[problem.pv]
+            top = (top + (step - 1)) & -step
+            y = np.minimum(top[:, None].astype(np.int64) - t, 65535).astype(np.uint16)
             p = np.where(seen, exp2(y), 0).astype(kind)
             m_new = np.maximum(m, octave)
             o = o * power(m_new - m)[:, None]
             l = l * power(m_new - m)
-            weight = np.where(some, power(m_new - octave), F(0))
+            weight = np.where(some, power(m_new - octave) * fx.below_octave(top), F(0))
             l = l + (p.sum(1, dtype=np.int64) * unit).astype(F) * weight
             if finer:
                 o = _weighted(p * F(unit), vn * F(value_unit))
             else:
-                o = o + ((p * unit) @ vn).astype(F) * weight[:, None]
+                sums = ((p * unit) @ vn).astype(F)
+                o = multiply_add(sums, weight[:, None], o).astype(F)
             m = m_new
             l = np.where(spoiled.any(1), F(np.nan), l).astype(F)
-            yield Step(cols.start, cols.stop, s, t, octave, p, m, l, o)
+            yield Step(cols.start, cols.stop, s, t, octave, top, p, m, l, o)
 
 
 def finer_rows(t: QuantizedTensor, b: int, g: int) -> np.ndarray:
@@ -249,12 +263,12 @@ def transform(problem, b, h, x, cols, shift):
 
 
 def integer_model(
-    problem: Problem, key_block: int = KEY_BLOCK, first_keys: bool = True
+    problem: Problem, key_block: int = KEY_BLOCK, plain: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """The definition of precision "int8": out (B, H, L, Dv) float32, lse (B, H, L) float32.
 
     With pv "int8" and "int16" every kernel gives these bits; with pv "bf16" and "fp32" weights and
-    their sums have these bits, and the sums of P.V are rounded in each kernel's own order. `first_keys` as for `integer_steps`.
+    their sums have these bits, and the sums of P.V are rounded in each kernel's own order. `plain` as for `integer_steps`.
     """
     nb, nh, nkv, length, _, _, dv = problem.shape
     out = np.zeros((nb, nh, length, dv), F)
@@ -263,7 +277,7 @@ def integer_model(
     wide = problem.pv in fx.FLOAT_VALUES
     for b in range(nb):
         for h in range(nh):
-            *_, step = (None, *integer_steps(problem, b, h, key_block, first_keys))
+            *_, step = (None, *integer_steps(problem, b, h, key_block, plain))
             if step is not None:
                 m[b, h], l[b, h] = step.m, step.l
                 with np.errstate(divide="ignore", invalid="ignore"):

@@ -18,6 +18,7 @@ from numflash.cpu.isa.vectors import address
 from numflash.errors import UnsupportedError
 from numflash.machinecode import assembly, export
 from numflash.machinecode.emulator import Emulated
+from numflash.numerics import fixedpoint
 from numflash.tiling import KEY_BLOCK
 
 from .test_guest import decode_and_compare
@@ -50,7 +51,8 @@ def test_scores_of_a_row_become_floats_and_integers_again(isa, cpu):
     real = np.random.default_rng(1).normal(0, 1e5, (2, KEY_BLOCK)).astype(np.float32)
     real[0, :8] = -np.inf, np.inf, 3e38, -3e38, 0.5, 1.5, -2.5, -0.0
     real[1, 100] = np.nan
-    wanted = np.rint(np.clip(real, -(2.0**30), 2.0**30).astype(np.float64))
+    limit = float(fixedpoint.T_LIMIT)
+    wanted = np.rint(np.clip(real, -limit, limit).astype(np.float64))
     wanted[real == -np.inf] = tiles.HIDDEN
     floats, met = whole.copy(), np.zeros(2, np.int64)
     Emulated(run, "void(int32[:, ::1], float32[:, ::1], int64[::1])", cpu)(floats, real, met)

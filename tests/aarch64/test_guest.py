@@ -76,7 +76,7 @@ def test_llvm_outside_makes_the_same_code(monkeypatch):
         return answers[-1][1]
 
     monkeypatch.setattr(compile_outside.OUTSIDE, "ask", asked)
-    octaves = softmax_vectors.block_octaves(target.available()[0], KEY_BLOCK)
+    octaves = softmax_vectors.block_tops(target.available()[0], KEY_BLOCK)
     numba.njit("(int16[::1], int32[::1], int16[::1])")(
         lambda x, octave, octave_q8: octaves(x, 0, KEY_BLOCK, octave, octave_q8, 0)
     )

@@ -78,7 +78,7 @@ def test_the_eight_improvements():
         assert prepared.isa == "sve"
     options = Options(enable_gqa=True, precision="int8")
     problem = quantize_problem(validation.problem(*arrays, options))
-    exact = reference.integer_model(problem, first_keys=False)[0]
+    exact = reference.integer_model(problem, plain=True)[0]
     np.testing.assert_array_equal(prepared.run("vectors", "int8"), exact)
 
 

@@ -110,7 +110,7 @@ def value_function(isa, mr, nv):
 
 @functools.cache
 def softmax_function(isa, keys):
-    octaves = softmax_vectors.block_octaves(isa, keys)
+    octaves = softmax_vectors.block_tops(isa, keys)
     weights = softmax_vectors.row_weights(isa, keys)
     totals = softmax_vectors.block_totals(isa)
     vector_lanes = lanes_of(isa)

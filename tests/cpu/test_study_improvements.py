@@ -29,7 +29,7 @@ def integer_model(operands, **options):
         quantize_problem(
             validation.problem(*operands, Options(enable_gqa=True, precision="int8", **options))
         ),
-        first_keys=False,
+        plain=True,
     )[0]
 
 

@@ -17,6 +17,7 @@ from numflash.cuda import emulate, launch_int8
 from numflash.cuda.compile import Source
 from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.kernels import int8_weights
+from numflash.cuda.kernels.int8_softmax import below_octave, rounded_up
 from numflash.cuda.kernels.scores import softcap_exact
 from numflash.errors import UnsupportedError
 from numflash.numerics import fixedpoint as fx
@@ -277,13 +278,13 @@ def test_extreme_options():
     same_bits(q * np.float32(1e18), k, v, attn_mask=bias, alibi_slopes=np.array([1e20], np.float32))
 
 
-def weights_of(x, octave, turing=False):
-    """Weights as bytes, in Q16.16 and of 15 bits of scores x, float32, four of which share an octave."""
+def weights_of(x, reference, turing=False):
+    """Weights as bytes, in Q16.16 and of 15 bits of scores x, float32, four of which refer to the same."""
     four_bytes = int8_weights.make_bytes(turing)
 
-    def kernel(x, octave, out):
+    def kernel(x, reference, out):
         i = cuda.grid(1)
-        w, base = cuda.local.array(4, types.float32), int8_weights.base_of(octave[i], 2.0**-12)
+        w, base = cuda.local.array(4, types.float32), int8_weights.base_of(reference[i], 2.0**-12)
         u, planes = cuda.local.array(4, types.float32), cuda.local.array(2, types.uint32)
         for k in range(4):
             u[k] = int8_weights.below(x[4 * i + k], base)
@@ -291,35 +292,37 @@ def weights_of(x, octave, turing=False):
         out[0, i] = four_bytes(w[0], w[1], w[2], w[3])
         int8_weights.two_planes(u, planes, 0, 1)
         out[5, i], out[6, i] = planes[0], planes[1]
-        base = int8_weights.base_of(octave[i], 2.0**-11)
+        base = int8_weights.base_of(reference[i], 2.0**-11)
         for k in range(4):
             out[1 + k, i] = int8_weights.weight_q16(int8_weights.below(x[4 * i + k], base))
 
     out = np.zeros((7, x.size // 4), np.uint32)
     kinds = types.float32[::1], types.int32[::1], types.uint32[:, ::1]
-    arguments = [x, octave.astype(np.int32), out]
+    arguments = [x, reference.astype(np.int32), out]
     emulate(Source(kernel, types.void(*kinds), 1024), x.size // 4096, None, arguments)
     high, low = (plane.view(np.uint8).astype(np.uint16) for plane in out[5:])
     return out[0].view(np.uint8), out[1:5].T.reshape(-1), high * np.uint16(256) + low
 
 
-def is_exp2(x, octaves):
-    """Weights of x at four octaves, against the shared definition of t = rint(x)."""
-    y = np.minimum((octaves.repeat(4).astype(np.int64) << 8) - np.rint(x).astype(np.int64), 65535)
+def is_exp2(x, references):
+    """Weights of x, four to a reference, against the shared definition of t = rint(x)."""
+    y = np.minimum(references.repeat(4).astype(np.int64) - np.rint(x).astype(np.int64), 65535)
     for turing in (False, True):
-        byte, wide, fifteen = weights_of(x, octaves, turing)
+        byte, wide, fifteen = weights_of(x, references, turing)
         assert np.array_equal(byte, fx.exp2_p8(y.astype(np.uint16)))
         assert np.array_equal(wide, fx.exp2_quadratic(y.astype(np.uint32)))
         # from 16 octaves on `exp2_w15` is 0 as well
         assert np.array_equal(fifteen, fx.exp2_w15(y.astype(np.uint16)))
 
 
-@pytest.mark.parametrize("octave", [0, 1 << 22, 13, -(1 << 22)])  # within T_LIMIT
-def test_weights_are_the_definitions(octave):
+@pytest.mark.parametrize(
+    "reference", [0, 1 << 28, (1 << 28) - 32, 13 * 256 + 96, 5000 * 32, -(1 << 28)]
+)  # within T_LIMIT
+def test_weights_are_the_definitions(reference):
     """Every Q8.8 distance of 16 bits, as a whole score."""
-    octaves = np.full(1 << 14, octave)
-    x = (octave * 256 - np.arange(1 << 16)).astype(np.float32)
-    is_exp2(np.where(x < -fx.T_LIMIT, -fx.T_LIMIT, x), octaves)
+    references = np.full(1 << 14, reference)
+    x = (reference - np.arange(1 << 16)).astype(np.float32)
+    is_exp2(np.where(x < -fx.T_LIMIT, -fx.T_LIMIT, x), references)
 
 
 def test_weight_of_a_score_between():
@@ -327,27 +330,29 @@ def test_weight_of_a_score_between():
 
     Far below, and hidden: nothing.
     """
-    octaves = np.array([0, 1, -3, 700, 4000, -4000, 12345, -(1 << 13)]).repeat(4096)
-    ties = octaves * 256 - (np.tile(np.arange(4096), 8) + 0.5)
+    references = np.array([0, 8, -3, 5601, 32000, -4000, 98765, -(1 << 13)]).repeat(4096) * 32
+    ties = references - (np.tile(np.arange(4096), 8) + 0.5)
     ties = ties.astype(np.float32)  # exact: 21 bits and a half
     for x in (
         ties,
         np.nextafter(ties, np.float32(np.inf)),
         np.nextafter(ties, -np.float32(np.inf)),
     ):
-        is_exp2(x, octaves[::4])
+        is_exp2(x, references[::4])
     x = np.random.default_rng(0).choice(np.float32([-np.inf, -1e30, -(2.0**29), -1e7]), 4096)
     assert not any(w.any() for w in weights_of(x, np.zeros(1024)))
 
 
-def test_a_share_of_a_sum_is_exact():
-    """So a fused multiply-add of a product P . V rounds once, like an addition."""
-    largest = 255 * 128 * 128  # sums of wider weights are rounded to such floats first
-    sums = np.concatenate([np.arange(-300, 300), [largest, -largest, largest - 1, 1 << 21]])
-    for n in range(127):
-        share = np.float32(2.0**-n)
-        assert np.array_equal(sums.astype(np.float32) * share, sums * 2.0**-n)
-    assert largest < 1 << 24
+def test_eighths_of_an_octave_are_the_shared_definition():
+    def kernel(top, out):
+        i = cuda.grid(1)
+        out[i] = below_octave(rounded_up(top[i], 32))
+
+    top = np.arange(-(1 << 9), 1 << 9, dtype=np.int32)
+    out = np.zeros(top.size, np.float32)
+    kinds = types.int32[::1], types.float32[::1]
+    emulate(Source(kernel, types.void(*kinds), 1024), 1, None, [top, out])
+    assert np.array_equal(out, fx.below_octave((top + 31) & -32))
 
 
 def test_softcap_is_the_shared_definition():

@@ -76,11 +76,9 @@ class Scratch(NamedTuple):
     scores: int = 12288
     weights: int = 24576  # two blocks of (2, 32, 64) uint8: halves, rows, keys
     other_weights: int = 4096
-    octave_words: int = 36864  # (32,) int16 pairs: octaves in Q8.8, twice
+    top_words: int = 36864  # (32,) int16 pairs: what weights refer to, Q8.8, twice
     octaves: int = 36864 + 128  # (32,) int32
-    scales: int = (
-        36864 + 256
-    )  # (32,) float32: powers of two that bring a block's sums to the running octave
+    scales: int = 36864 + 256  # (32,) float32: what brings a block's sums to the running octave
     totals: int = 36864 + 384  # (32,) int32: sums of the weights
     partial: int = (
         36864 + 512

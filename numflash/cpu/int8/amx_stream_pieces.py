@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import llvmlite.ir as ir
 
+from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH, tile_call
@@ -32,6 +33,9 @@ from .amx_stream_data import (
     store_at,
     word,
 )
+from .softmax_vectors import below_octave, power_of_two
+
+STEP = fx.REFERENCE_STEP["int8"]
 
 
 def spread(*lists):
@@ -163,7 +167,7 @@ class Stream:
         return [functools.partial(row, m) for m in range(BLOCK)]
 
     def value_rows(self, block, o) -> list:
-        """o += sums * scale of the row, a power of two: 32 columns of O."""
+        """o += sums * scale of the row: 32 columns of O."""
         b = self.b
 
         def row(m):
@@ -210,23 +214,23 @@ class Stream:
             tops.append(AMX_INT8.generic(b, "smax", *y))
 
     def _octaves(self, per_row, g, tops) -> None:
-        """ceil of the largest score of GROUP rows, and the same in Q8.8, twice in a word."""
+        """The largest score of GROUP rows in whole octaves, and in eighths, Q8.8, twice in a word."""
         b = self.b
         eight = vector(I32, GROUP)
-        top = b.sext(AMX_INT8.fold_rows(b, tops, "smax"), eight)
-        octave = b.ashr(b.add(top, constant(eight, 255)), constant(eight, 8))
+        best = b.sext(AMX_INT8.fold_rows(b, tops, "smax"), eight)
+        octave = b.ashr(b.add(best, constant(eight, 255)), constant(eight, 8))
         store_at(b, octave, per_row, AT.octaves + 4 * g)
-        q8 = b.shl(octave, constant(eight, 8))
-        low = b.and_(q8, constant(eight, 65535))
-        store_at(b, b.or_(low, b.shl(q8, constant(eight, 16))), per_row, AT.octave_words + 4 * g)
+        top = b.and_(b.add(best, constant(eight, STEP - 1)), constant(eight, -STEP))
+        low = b.and_(top, constant(eight, 65535))
+        store_at(b, b.or_(low, b.shl(top, constant(eight, 16))), per_row, AT.top_words + 4 * g)
 
     def _weigh(self, x, p, per_row, partial, r) -> None:
         """Weights of one row, as `softmax_vectors.row_weights` has them."""
         b = self.b
-        octave = b.bitcast(splat(b, load_at(b, per_row, I32, AT.octave_words + 4 * r), INTS), WORDS)
+        top = b.bitcast(splat(b, load_at(b, per_row, I32, AT.top_words + 4 * r), INTS), WORDS)
 
         def weigh(v):
-            y = b.sub(octave, self._scores(x, r, v))
+            y = b.sub(top, self._scores(x, r, v))
             f = b.shl(y, word(8))
             g = b.sub(word(P_A), AMX_INT8.multiply_high(b, f, word(P_B)))
             h = b.sub(word(P_WIDE), AMX_INT8.multiply_high(b, f, g))
@@ -277,19 +281,15 @@ class Stream:
         b = self.b
         grown = []
 
-        def power(n):
-            """2**-n, by its bits."""
-            n = AMX_INT8.generic(b, "smin", n, constant(INTS, 126))
-            return b.bitcast(b.shl(b.sub(constant(INTS, 127), n), constant(INTS, 23)), FLOATS)
-
         for h in range(SIDE):
             octave = self.block_octaves(h, base)
+            top = load_at(b, self.scratch, INTS, AT.top_words + 64 * h)
             total = b.sitofp(load_at(b, self.scratch, INTS, AT.totals + 64 * h), FLOATS)
             m = load_at(b, m_rows, INTS, 64 * h)
             l = load_at(b, l_rows, FLOATS, 64 * h)
             new = AMX_INT8.generic(b, "smax", octave, m)
-            shrink = power(b.sub(new, m))
-            scale = power(b.sub(new, octave))
+            shrink = power_of_two(b, b.sub(new, m))
+            scale = b.fmul(power_of_two(b, b.sub(new, octave)), below_octave(b, top))
             store_at(b, shrink, self.scratch, AT.partial + 64 * h)  # partial sums are used up
             store_at(b, scale, self.scratch, AT.scales + 64 * h)
             store_at(b, new, m_rows, 64 * h)

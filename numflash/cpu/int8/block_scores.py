@@ -1,4 +1,4 @@
-"""Scores of one block of keys, and the octave of each row: Q.K^T with everything that changes it.
+"""Scores of one block of keys, and the top and octave of each row: Q.K^T with everything that changes it.
 
 int16 from registers where it holds them; where it does not, once more by `wide_scores`.
 """
@@ -19,7 +19,7 @@ from .function_scores import drop_rows, follow_base, function_block
 from .hidden_blocks import make_drop_hidden
 from .rows import copy_end, hide_edges, hide_first, lower_base, unit_range, unsee
 from .score_changes import changes_from
-from .softmax import HALF, octave_rows
+from .softmax import HALF, top_rows
 from .wide_scores import leave_int16, make_wide_scores
 
 I = np.int32
@@ -61,17 +61,17 @@ def make_narrow_scores(isa_name: str):
 
 
 @functools.cache
-def make_block_scores(isa_name: str):
-    """f(job, semantics, block, called, wide, scratch): scores x of a block, and `state.octave`.
+def make_block_scores(isa_name: str, pv: str):
+    """f(job, semantics, block, called, wide, scratch): scores x of a block, `state.octave` and `state.top`.
 
     wide : whether int16 will not hold them, as far as is known. Returns whether each row uses
     every key of the block, whether some row uses none, and whether scores left int16.
     """
     narrow_scores = make_narrow_scores(isa_name)
-    wide_scores = make_wide_scores(isa_name)
+    wide_scores = make_wide_scores(isa_name, pv)
     function_scores = function_block(isa_name)
     drop_hidden = make_drop_hidden(isa_name)
-    octaves = octave_rows(isa_name)
+    tops = top_rows(isa_name, pv)
 
     @bare(forceinline=True)
     def changes_of(job, block):
@@ -107,7 +107,7 @@ def make_block_scores(isa_name: str):
                 function_scores(tile, job.kv, block, called, scratch.wide, x, state.base)
             else:
                 narrow_scores(job, block, changes, x)
-            octaves(x, real, block.columns, octave, state.octave_q8)
+            tops(x, real, block.columns, octave, state.top)
             if not inside:
                 unsee(tile, octave)
             wide = leave_int16(octave, real)

@@ -228,7 +228,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     block_q = query_rows(isa_name, pv, block_q)
     begin_rows = make_begin_rows(isa_name, pv)
     hides = make_hides(isa_name)
-    block_scores = make_block_scores(isa_name)
+    block_scores = make_block_scores(isa_name, pv)
     weigh = weigh_rows(isa_name, pv)
     add_values = make_add_values(isa_name, pv)
     load_rows = make_load_rows(np.uint8 if isa.group == 4 else np.int16, isa.q_offset)
@@ -250,8 +250,8 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         wide = left or job.kv.wide[block.first // KEY_BLOCK] != 0
         inside, unused, left = block_scores(job, semantics, block, called, wide, scratch)
         real, p, total, scale = tile.real, scratch.p, state.total, state.scale
-        grow_rows(state.octave, real, state.m, state.l, scale, state.scale_bits, state.o)
-        weigh(scratch.x, real, block.columns, state.octave_q8, scale, p, scratch.sums, total)
+        grow_rows(state.octave, state.top, real, state.m, state.l, scale, state.o)
+        weigh(scratch.x, real, block.columns, state.top, scale, p, scratch.sums, total)
         if unused:
             blank_rows(p, tile, total)
         add_sums(total, real, unit, scale, state.l)

@@ -53,9 +53,9 @@ WEIGHTS = {"fp32": _q16_weight, "bf16": _bf16_weight}
 
 @functools.cache
 def row_weights_float(name: str, keys: int, pv: str):
-    """Intrinsic f(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off).
+    """Intrinsic f(x, x_off, tops, i, scale, p, p_off, sums, s_off).
 
-    p float32 = weight(octave - x) * SUM_UNIT * scale[i].
+    p float32 = weight(tops[i] - x) * SUM_UNIT * scale[i].
     """
     isa = VECTOR_ISAS[name]
     i16s = isa.vector(I16)
@@ -64,8 +64,8 @@ def row_weights_float(name: str, keys: int, pv: str):
     weight = WEIGHTS[pv]
 
     @intrinsic
-    def weights(typingctx, x, x_off, octave_q8, i, scale, p, p_off, sums, s_off):
-        sig = types.void(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off)
+    def weights(typingctx, x, x_off, tops, i, scale, p, p_off, sums, s_off):
+        sig = types.void(x, x_off, tops, i, scale, p, p_off, sums, s_off)
 
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
@@ -109,8 +109,8 @@ def row_weights_bf16(name: str, keys: int):
     i16s, i32s = isa.vector(I16, 2), isa.vector(I32)
 
     @intrinsic
-    def weights(typingctx, x, x_off, octave_q8, i, scale, p, p_off, sums, s_off):
-        sig = types.void(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off)
+    def weights(typingctx, x, x_off, tops, i, scale, p, p_off, sums, s_off):
+        sig = types.void(x, x_off, tops, i, scale, p, p_off, sums, s_off)
 
         def codegen(context, b, sig, a):
             target.guard("avx512_bf16", context.codegen(), target.BFLOAT16_ISAS)

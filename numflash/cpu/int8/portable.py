@@ -26,8 +26,8 @@ from ..isa.isas import padded
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, all_empty, batch_of, call_tile
 from ..isa.vectors import next_task
-from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
-from .portable_products import MR, NR, mac, product
+from ..semantics import HIDDEN, UNSEEN, below_octave, narrow_row, row_range, transform_row
+from .portable_products import MR, NR, fma, mac, product
 
 F = np.float32
 I = np.int32
@@ -92,13 +92,13 @@ def begin_row(x, v, one, o):
 
 
 @inline
-def softmax_row(x, octave, p):
-    """p + 128 = round(255 * 2**(x - octave)), the weights of int16 Q8.8 scores relative to their
-    octave; returns their sum.
+def softmax_row(x, top, p):
+    """p + 128 = round(255 * 2**((x - top) / 256)), the weights of int16 Q8.8 scores relative to
+    `top`; returns their sum.
     """
     total = I(P_OFFSET * KEY_BLOCK)
     for j in range(x.size):
-        p[j] = np.int8(exp2_p8(U16(np.subtract(octave, I(x[j])))) ^ np.uint8(P_OFFSET))
+        p[j] = np.int8(exp2_p8(U16(np.subtract(top, I(x[j])))) ^ np.uint8(P_OFFSET))
     for j in range(x.size):
         total = np.add(total, I(p[j]))
     return total
@@ -121,15 +121,15 @@ def value_block(p, v, scale, o):
     for i in range(p.shape[0]):
         sums, row = s[i], o[i]
         for t in range(row.size):
-            row[t] = F(row[t] + F(F(np.add(start[t], sums[t])) * scale[i]))
+            row[t] = fma(F(np.add(start[t], sums[t])), scale[i], row[t])
 
 
 @inline
-def softmax_row_w15(x, octave, p):
-    """p = 32640 * 2**(x - octave), the weights of pv "int16"; returns their sum."""
+def softmax_row_w15(x, top, p):
+    """p = 32640 * 2**((x - top) / 256), the weights of pv "int16"; returns their sum."""
     total = I(0)
     for j in range(x.size):
-        p[j] = np.int16(exp2_p16(U16(np.subtract(octave, I(x[j])))) >> U16(1))
+        p[j] = np.int16(exp2_p16(U16(np.subtract(top, I(x[j])))) >> U16(1))
     for j in range(x.size):
         total = np.add(total, I(p[j]))
     return total
@@ -150,14 +150,14 @@ def value_block_w15(p, v, scale, o):
 
 
 def softmax_row_float(exp2):
-    """f(x, octave, p): weights p = exp2(octave - x), exact in float32; returns their sum."""
+    """f(x, top, p): weights p = exp2(top - x), exact in float32; returns their sum."""
     exp2 = inline(exp2)
 
     @inline
-    def softmax(x, octave, p):
+    def softmax(x, top, p):
         total = I(0)
         for j in range(x.size):
-            p[j] = F(I(exp2(np.uint32(np.subtract(octave, I(x[j]))))))
+            p[j] = F(I(exp2(np.uint32(np.subtract(top, I(x[j]))))))
         for j in range(x.size):
             total = np.add(total, I(p[j]))
         return total
@@ -184,8 +184,10 @@ def value_block_float(weight_unit):
 
 
 @inline
-def merge_row(octave, total, m, l, o):
+def merge_row(octave, top, total, m, l, o):
     """One row's block into its running state: (m, l, scale of the block).
+
+    top : what the block's weights refer to, Q8.8, relative to a whole octave
 
     O shifts by whole octaves when the row's octave grows.
     """
@@ -196,6 +198,7 @@ def merge_row(octave, total, m, l, o):
                 o[t] = o[t] * shrink
         m, l = octave, F(l * shrink)
     scale = F(2.0) ** F(max(octave - m, -126)) if octave != UNSEEN else F(0)
+    scale = F(scale * below_octave(top))
     return m, F(l + F(total * scale)), scale
 
 
@@ -263,7 +266,7 @@ def make_attend(pv: str):
     V have 8 significant bits, and "fp32").
     """
     softmax, add_values, weight, zero, unit = STEPS[pv]
-    one = fx.WEIGHT_ONE[pv]
+    one, step = fx.WEIGHT_ONE[pv], fx.REFERENCE_STEP[pv]
 
     @inline
     def work(_, operands, semantics, sizes, counter, results):
@@ -354,20 +357,21 @@ def make_attend(pv: str):
                 for i in range(rows):
                     lo, hi = row_range(semantics, b, row + i, s)
                     a, z = max(lo - c, first_count - c, 0), min(hi - c, KEY_BLOCK)
-                    octave = I(UNSEEN)
+                    octave, top = I(UNSEEN), I(0)
                     if a < z:
                         if semantics.general:
                             transform_row(semantics, b, h, row + i, c + a, x[i, a:z])
-                        octave, bad = narrow_row(x[i, a:z], x16[i, a:z])
+                        octave, top, bad = narrow_row(x[i, a:z], x16[i, a:z])
                         if bad:
                             spoiled[i] = 1
                     if octave == UNSEEN:
                         p[i], total[i] = zero, I(0)
                     else:
                         x16[i, :a], x16[i, z:] = HIDDEN, HIDDEN
-                        total[i] = softmax(x16[i], I(0), p[i])
+                        top = (top + I(step - 1)) & I(-step)
+                        total[i] = softmax(x16[i], top, p[i])
                     m[i], l[i], scale[i] = merge_row(
-                        octave, F(F(total[i]) * unit), m[i], l[i], o[i]
+                        octave, top, F(F(total[i]) * unit), m[i], l[i], o[i]
                     )
                 add_values(p[:block], v[n_kv, c // KEY_BLOCK], scale, o)
             for i in range(rows):

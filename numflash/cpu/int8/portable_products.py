@@ -9,12 +9,26 @@ length is a constant: there the products are taken one by one, of lengths that a
 from __future__ import annotations
 
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
 from ...jit.compiler import inline
 from ..isa.isas import shares_operands
+from ..isa.vectors import F32, call
 
 I = np.int32
 MR = NR = 4  # register block: 16 sums
+
+
+@intrinsic
+def fma(typingctx, x, y, z):
+    """x * y + z of float32, rounded once."""
+
+    def codegen(context, b, sig, args):
+        return call(b, "llvm.fma.f32", F32, *args)
+
+    kind = types.float32
+    return kind(kind, kind, kind), codegen
 
 
 @inline

@@ -21,7 +21,7 @@ from .softmax import HALF
 
 F = np.float32
 I = np.int32
-FARTHEST = F(2.0**29)  # most that is taken off scores before they become int16: within fx.T_LIMIT
+FARTHEST = F(2.0**27)  # most that is taken off scores before they become int16: within fx.T_LIMIT
 
 
 class Tile(NamedTuple):
@@ -51,15 +51,14 @@ class State(NamedTuple):
     m: np.ndarray  # (block_q,) int32 running maximum, whole octaves
     l: np.ndarray  # (block_q,) float32 running sum of the weights
     o: np.ndarray  # (block_q, columns) float32 running output
-    octave: np.ndarray  # (block_q,) int32 the block's own maximum, or UNSEEN
-    octave_q8: np.ndarray  # (block_q,) int16 the same in Q8.8, relative to `base`
+    octave: np.ndarray  # (block_q,) int32 the block's own maximum in whole octaves, or UNSEEN
+    top: np.ndarray  # (block_q,) int16 Q8.8 what its weights refer to, relative to `base`
     # (block_q,) int32 Q8.8, whole octaves: what is taken off a block's scores, so that int16 holds
     # them: of ALiBi a bound, of functions the octave of the block before
     base: np.ndarray
     own: np.ndarray  # (block_q,) int32 octave of wide scores
     total: np.ndarray  # (block_q,) int32 sum of the block's weights
-    scale: np.ndarray  # (block_q,) float32 2**(octave - m)
-    scale_bits: np.ndarray  # the same memory as int32
+    scale: np.ndarray  # (block_q,) float32 2**(top - m)
     spoiled: np.ndarray  # (block_q,) uint8 whether a row had a score that is NaN
 
 

@@ -1,4 +1,4 @@
-"""The softmax of the INT8 kernel in vectors, written once for all ISAs: octaves of a block of
+"""The softmax of the INT8 kernel in vectors, written once for all ISAs: tops of a block of
 scores, the weights of a row with their sum, and the sums of 8 rows.
 
 Scores are int16 Q8.8 in rows of KEY_BLOCK keys; `softmax` loops over the rows.
@@ -12,10 +12,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit import target
-from ...numerics.fixedpoint import P_A, P_B, P_WIDE
+from ...numerics import fixedpoint as fx
+from ...numerics.fixedpoint import ONE_Q8, P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, weight_planes
-from ..isa.vectors import I16, I32, I64, Isa, constant, data, load, store, vector
+from ..isa.vectors import F32, I16, I32, I64, Isa, call, constant, data, load, store, vector
 
 
 def over_keys(b, isa: Isa, keys: int, state: list, body):
@@ -43,19 +44,19 @@ def over_keys(b, isa: Isa, keys: int, state: list, body):
 
 
 @functools.cache
-def block_octaves(name: str, keys: int):
-    """Intrinsic f(x, x_off, x_stride, octave, octave_q8, i).
+def block_tops(name: str, keys: int, step: int = ONE_Q8):
+    """Intrinsic f(x, x_off, x_stride, octave, tops, i).
 
-    Octaves of 8 rows of `keys` int16 Q8.8 scores each.
+    The largest of `keys` int16 Q8.8 scores of 8 rows, rounded up.
 
-    octave[i:i + 8] = ceil(max x) int32, and the same as int16 Q8.8 in octave_q8 (wrapped where it
-    leaves the range).
+    octave[i:i + 8] = int32, to the whole octave;  tops[i:i + 8] = int16 Q8.8, to `step`, a power of
+    two (wrapped where it leaves the range)
     """
     isa = VECTOR_ISAS[name]
 
     @intrinsic
-    def octaves(typingctx, x, x_off, x_stride, octave, octave_q8, i):
-        sig = types.void(x, x_off, x_stride, octave, octave_q8, i)
+    def find(typingctx, x, x_off, x_stride, octave, tops, i):
+        sig = types.void(x, x_off, x_stride, octave, tops, i)
 
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
@@ -73,20 +74,21 @@ def block_octaves(name: str, keys: int):
                     for top, row in zip(tops, rows, strict=True)
                 ]
 
-            tops = over_keys(b, isa, keys, [isa.fill(b, i16s, -32768)] * 8, larger)
+            largest = over_keys(b, isa, keys, [isa.fill(b, i16s, -32768)] * 8, larger)
             i32s = vector(I32, 8)
-            n = a[5]
-            whole = b.ashr(
-                b.add(b.sext(isa.fold_rows(b, tops, "smax"), i32s), constant(i32s, 255)),
-                constant(i32s, 8),
-            )
-            store(b, whole, po, n, 4)
-            store(b, b.trunc(b.shl(whole, constant(i32s, 8)), vector(I16, 8)), pq, n, 2)
+            best, n = b.sext(isa.fold_rows(b, largest, "smax"), i32s), a[5]
+
+            def up(unit):
+                """`best` rounded up to whole units."""
+                return b.and_(b.add(best, constant(i32s, unit - 1)), constant(i32s, -unit))
+
+            store(b, b.ashr(up(ONE_Q8), constant(i32s, 8)), po, n, 4)
+            store(b, b.trunc(up(step), vector(I16, 8)), pq, n, 2)
             return context.get_dummy_value()
 
         return sig, codegen
 
-    return octaves
+    return find
 
 
 def _operands(b, isa: Isa, words: list) -> list:
@@ -98,11 +100,11 @@ def _operands(b, isa: Isa, words: list) -> list:
 
 @functools.cache
 def row_weights(name: str, keys: int, pv: str = "int8"):
-    """Intrinsic f(x, x_off, octave_q8, i, p, p_off, sums, s_off).
+    """Intrinsic f(x, x_off, tops, i, p, p_off, sums, s_off).
 
     The softmax weights of one row of one key block.
 
-    x int16 Q8.8, `keys` scores; p = round(255 * 2**(x - octave)) in the type of the first dot
+    x int16 Q8.8, `keys` scores; p = round(255 * 2**((x - tops[i]) / 256)) in the type of the first dot
     operand, with the bits of `fixedpoint.exp2_p8`; with pv "int16" those of `exp2_w15`, as one
     int16, or as two bytes: the low ones are `KEY_BLOCK` elements behind the high ones.
     sums[s_off: s_off + lanes] int32 add up to the sum of p.
@@ -116,8 +118,8 @@ def row_weights(name: str, keys: int, pv: str = "int8"):
     i32s = isa.vector(I32)
 
     @intrinsic
-    def weights(typingctx, x, x_off, octave_q8, i, p, p_off, sums, s_off):
-        sig = types.void(x, x_off, octave_q8, i, p, p_off, sums, s_off)
+    def weights(typingctx, x, x_off, tops, i, p, p_off, sums, s_off):
+        sig = types.void(x, x_off, tops, i, p, p_off, sums, s_off)
 
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
@@ -192,3 +194,43 @@ def block_totals(name: str):
         return sig, codegen
 
     return totals
+
+
+def power_of_two(b, n):
+    """2**-min(n, 126) as float32, of a vector of int32 n >= 0: made of exponent bits."""
+    lanes = n.type.count
+    n = call(b, f"llvm.smin.v{lanes}i32", n.type, n, constant(n.type, 126))
+    return b.bitcast(
+        b.shl(b.sub(constant(n.type, 127), n), constant(n.type, 23)), vector(F32, lanes)
+    )
+
+
+def below_octave(b, top):
+    """`fixedpoint.below_octave` of a vector of int32, of which the low 16 bits count."""
+    ints, floats = top.type, vector(F32, top.type.count)
+    eighths = b.sub(constant(ints, 0), b.lshr(top, constant(ints, 5)))
+
+    def factor(bit, value):
+        unset = b.icmp_unsigned("==", b.and_(eighths, constant(ints, bit)), constant(ints, 0))
+        return b.select(unset, constant(floats, 1.0), constant(floats, float(value)))
+
+    half, quarter = factor(4, fx.HALF_OCTAVE), factor(2, fx.QUARTER_OCTAVE)
+    return b.fmul(b.fmul(half, quarter), factor(1, fx.EIGHTH_OCTAVE))
+
+
+@intrinsic
+def block_scales(typingctx, octave, top, m, scale, i):
+    """scale[i:i + 8] = 2**(top / 256 - m): what brings the sums of 8 rows to their running octaves.
+
+    octave, m : int32;  top : int16 Q8.8, relative to any whole octave;  scale : float32
+    """
+
+    def codegen(context, b, sig, a):
+        po, pt, pm, ps = (data(context, b, sig.args[n], a[n]) for n in range(4))
+        eight, i = vector(I32, 8), a[4]
+        above = b.sub(load(b, pm, i, eight, 4), load(b, po, i, eight, 4))
+        own = below_octave(b, b.sext(load(b, pt, i, vector(I16, 8), 2), eight))
+        store(b, b.fmul(power_of_two(b, above), own), ps, i, 4)
+        return context.get_dummy_value()
+
+    return types.void(octave, top, m, scale, i), codegen

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline
-from ...jit.memory import reinterpret, uncleared, zeros
+from ...jit.memory import uncleared, zeros
 from ...numerics.fixedpoint import FIRST_KEYS, FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK
@@ -28,7 +28,7 @@ class Scratch(NamedTuple):
     wide: np.ndarray  # (block_q, KEY_BLOCK) float32 scores where int16 does not hold them
     o: np.ndarray  # (block_q, columns) float32
     sums: np.ndarray  # (block_q * lanes,) int32 partial sums of the weights
-    octave_q8: np.ndarray  # (block_q,) int16
+    tops: np.ndarray  # (block_q,) int16
     # (5, block_q) float32: scale of the scores, l, scale of the weights, shift of softcap, numbers
     floats: np.ndarray
     ints: np.ndarray  # (5, block_q) int32: m, octave, total, base, own
@@ -44,10 +44,9 @@ class Scratch(NamedTuple):
 def state_of(scratch):
     """The online softmax of a tile."""
     floats, ints = scratch.floats, scratch.ints
-    scale = floats[2]
     return State(
-        ints[0], floats[1], scratch.o, ints[1], scratch.octave_q8, ints[3], ints[4], ints[2],
-        scale, reinterpret(scale, np.int32), scratch.flags[1],
+        ints[0], floats[1], scratch.o, ints[1], scratch.tops, ints[3], ints[4], ints[2],
+        floats[2], scratch.flags[1],
     )  # fmt: skip
 
 
@@ -87,7 +86,7 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
             uncleared((block_q, KEY_BLOCK), np.float32, "INT8 wide scores"),
             uncleared((block_q, width), np.float32, "INT8 output tile"),
             uncleared((block_q * lanes,), np.int32, "INT8 sums of weights"),
-            uncleared((block_q,), np.int16, "INT8 octaves"),
+            uncleared((block_q,), np.int16, "INT8 tops"),
             uncleared((5, block_q), np.float32, "INT8 float state of rows"),
             uncleared((5, block_q), np.int32, "INT8 integer state of rows"),
             uncleared((2, block_q), np.uint8, "INT8 flags of rows"),

@@ -38,7 +38,7 @@ def leave_int16(octave, rows):
 
 
 @functools.cache
-def make_wide_scores(isa_name: str):
+def make_wide_scores(isa_name: str, pv: str):
     """f(job, block, changes, called, scratch): int16 scores of a block by way of float32.
 
     Returns whether a score left the range of int16.
@@ -47,6 +47,7 @@ def make_wide_scores(isa_name: str):
     float_scores = score_block(isa_name, True, True)
     row_top = wide_rows.row_top(float_lanes)
     row_narrow = wide_rows.row_narrow(float_lanes)
+    step = fx.REFERENCE_STEP[pv]
 
     @bare
     def wide_scores(job, block, changes, called, scratch):
@@ -57,8 +58,7 @@ def make_wide_scores(isa_name: str):
         float_scores(queries, keys, wide, changes)
         call_rows(called, wide.reshape(wide.size), real, block)
         narrow_wide(wide, tile, block, scratch.x, state)
-        for i in range(real):  # relative to its own octave, a row has octave 0
-            state.octave_q8[i] = 0
+        for i in range(real):
             state.octave[i] = state.own[i] - (state.base[i] >> 8) if tile.live[i] else I(UNSEEN)
         overflowed = leave_int16(state.octave, real)
         for i in range(real):
@@ -87,6 +87,8 @@ def make_wide_scores(isa_name: str):
                 else:
                     top = I(np.rint(min(max(best, -fx.T_LIMIT), fx.T_LIMIT)))
                     state.own[i] = I(top + I(255)) >> I(8)
-                    row_narrow(wide, at, whole, I(state.own[i] << I(8)), x, at)
+                    base = I(state.own[i] << I(8))
+                    state.top[i] = I((top + I(step - 1)) & I(-step)) - base
+                    row_narrow(wide, at, whole, base, x, at)
 
     return wide_scores

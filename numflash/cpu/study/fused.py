@@ -11,7 +11,7 @@ Each improvement that the A64FX summary (docs/sources.md) proposes is a switch.
 Prefetching (the next key block is asked for while this one is computed), threads, causal skipping
 and grouped heads are arguments. The loops are those of `flash_int8` without its masks and its wide
 path: scores must stay within +-110 octaves, which the random data of the measurements does. With pv
-"int8" the bits are those of `reference.integer_model` with `first_keys=False`.
+"int8" the bits are those of `reference.integer_model` with `plain=True`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..floats.float_isas import FLOAT_ISAS
 from ..int8 import wide_rows
 from ..int8.float_weights import row_weights_float
 from ..int8.microkernels import score_tile, value_tile
-from ..int8.softmax_vectors import block_octaves, block_totals, row_weights
+from ..int8.softmax_vectors import block_tops, block_totals, row_weights
 from ..isa import vectors
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from ..isa.operands import Packed, Rows, Scales
@@ -86,7 +86,7 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
     """The kernel with these switches, see `run`'s own words."""
     isa, block_q = VECTOR_ISAS[isa_name], tiling(isa_name).block_q
     score = score_tile(isa_name, 6)
-    octaves = block_octaves(isa_name, KEY_BLOCK)
+    octaves = block_tops(isa_name, KEY_BLOCK)
     totals = block_totals(isa_name)
     exact_row = row_weights(isa_name, KEY_BLOCK)
     wide_row = row_weights_float(isa_name, KEY_BLOCK, "fp32")

@@ -2,7 +2,7 @@
 
 Unfused, fused, parallel, causal.
 
-One head, with the bits of `reference.integer_model` with `first_keys=False`. Query rows fill whole tiles and columns whole
+One head, with the bits of `reference.integer_model` with `plain=True`. Query rows fill whole tiles and columns whole
 vectors (`Operands` pads them); what masks, options and extreme scores need is in `flash_int8`, the
 same algorithm without these limits.
 """
@@ -107,11 +107,11 @@ def make_parts(isa_name: str):
     x, p : (block_q, KEY_BLOCK) int16 Q8.8 scores and weights;  row : first row of the tile in q and
         cq;  c : first key
     state : one row of each per query row: octave, octave_q8, total (of the block), m, l (running),
-        scale, scale_bits
+        scale
     """
     block_q, vector_lanes = tiling(isa_name).block_q, lanes_of(isa_name)
     score_block, value_block = blocks.score_block(isa_name), blocks.value_block(isa_name, "int8")
-    octaves = softmax_vectors.block_octaves(isa_name, KEY_BLOCK)
+    octaves = softmax_vectors.block_tops(isa_name, KEY_BLOCK)
     weights = softmax_vectors.row_weights(isa_name, KEY_BLOCK)
     totals = softmax_vectors.block_totals(isa_name)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...numerics import fused
 from .errors import Fault
 from .parse import Instruction
 
@@ -178,13 +179,10 @@ def fused_multiply_add(m: Machine, i: Instruction) -> Run:
     if i.type != "f32":
         return lambda mask: write(d, a * b + c, mask)
 
-    def lost(product: np.ndarray, total: np.ndarray) -> np.ndarray:
-        return (product - (total - (total - product))) + (c - (total - product))
-
     def toward_zero(mask: Any) -> None:
         product = np.multiply(a, b, dtype=np.float64)  # exact: 48 bits
         total = product + c
-        error = lost(product, total)
+        error = fused.rounding_error(product, c, total)
         beyond = np.isfinite(total) & (error != 0) & ((error > 0) != (total > 0))
         total = np.where(beyond, np.nextafter(total, 0), total)
         near = total.astype(np.float32)
@@ -193,15 +191,7 @@ def fused_multiply_add(m: Machine, i: Instruction) -> Run:
         )
 
     def run(mask: Any) -> None:
-        product = np.multiply(a, b, dtype=np.float64)
-        total = product + c
-        tie = (total.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
-        if tie.any():  # rounding twice would go wrong: round the sum to odd
-            error = lost(product, total)
-            away = np.where((error > 0) == (total > 0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF))
-            total = np.where(
-                tie & (error != 0), (total.view(np.uint64) + away).view(np.float64), total
-            )
+        total = fused.multiply_add(a, b, c)
         if saturated:
             total = np.where(np.isnan(total), 0.0, np.clip(total, 0.0, 1.0))
         np.copyto(d, total, where=mask, casting="same_kind")

@@ -45,8 +45,8 @@ from .int8_rows import (
 )
 from .int8_softmax import (
     MIN_OCTAVE,
-    find_shares,
     make_add_weights,
+    make_find_shares,
     make_log2_scores,
     make_sum_weights,
 )
@@ -127,7 +127,7 @@ def flash_int8(
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
     log2_scores = make_log2_scores(own_tiles, chosen, turing)
-    weigh = make_weigh(own_tiles, pv, turing)
+    weigh, find_shares = make_weigh(own_tiles, pv, turing), make_find_shares(pv)
     sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, pv), make_add_weights(pv)
     give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
     describe_rows = make_describe_rows(group, chosen, 0 if wide else first_keys)

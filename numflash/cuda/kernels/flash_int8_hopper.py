@@ -39,8 +39,8 @@ from .int8_rows import (
     make_write_rows,
 )
 from .int8_softmax import (
-    find_shares,
     make_add_weights,
+    make_find_shares,
     make_log2_scores,
     make_shrink,
     make_sum_weights,
@@ -124,7 +124,7 @@ def flash_int8_hopper(
     begin_rows = make_begin_rows(d, dv, value_tiles, chosen, False, first_keys)
     write_rows = make_write_rows(value_tiles)
     log2_scores = make_log2_scores(key_tiles, chosen)
-    weigh = make_weigh(key_tiles, "int8")
+    weigh, find_shares = make_weigh(key_tiles, "int8"), make_find_shares("int8")
     sum_weights, add_weights = make_sum_weights(n_p, "int8"), make_add_weights("int8")
     shrink = make_shrink(value_tiles)
 

@@ -32,6 +32,7 @@ NEAR = f32(fx.T_LIMIT / 2)
 LOG2E_Q8 = f32(fx.LOG2E_Q8)
 ONE_Q16 = int(fx.ONE_Q16)
 ONES = u32(0x01010101)
+HALF_OCTAVE, QUARTER_OCTAVE, EIGHTH_OCTAVE = fx.HALF_OCTAVE, fx.QUARTER_OCTAVE, fx.EIGHTH_OCTAVE
 
 
 @functools.cache
@@ -74,8 +75,23 @@ def power(n):
 
 @device_function
 def octave_of(top):
-    """The octave of a row's largest score: the whole power of two that its weights refer to."""
+    """The octave of a row's largest score: the whole power of two at or above it."""
     return i32(MIN_OCTAVE) if top == MASKED_SCORE else i32(i32(top + 255) >> i32(8))
+
+
+@device_function
+def rounded_up(top, step):
+    """A row's largest score rounded up to `step`: what its weights refer to."""
+    return i32(i32(top + i32(step - 1)) & i32(-step))
+
+
+@device_function
+def below_octave(top):
+    """`fixedpoint.below_octave`, of a reference `rounded_up` to eighths of an octave."""
+    n = i32(-i32(top >> i32(5)))
+    half = HALF_OCTAVE if n & 4 else f32(1)
+    quarter = QUARTER_OCTAVE if n & 2 else f32(1)
+    return ptx.mul(ptx.mul(half, quarter), EIGHTH_OCTAVE if n & 1 else f32(1))
 
 
 @device_function
@@ -208,18 +224,27 @@ def make_log2_scores(key_tiles: int, options: Int8Options, turing: bool = False)
     return log2_scores
 
 
-@device_function
-def find_shares(top, m, alpha, share):
-    """Factors of one key block, whole octaves.
+@functools.cache
+def make_find_shares(pv: str) -> Any:
+    """find_shares(top, m, alpha, share): factors of one key block.
 
-    `alpha` for the sums so far, `share` for the block's own. `m` becomes theirs.
+    `alpha`, whole octaves, for the sums so far, `share` for the block's own. `m` becomes theirs.
     """
-    for r in range(2):
-        octave = octave_of(top[r])
-        new = ptx.imax(m[r], octave)
-        alpha[r] = power(i32(new - m[r]))
-        share[r] = f32(0) if top[r] == MASKED_SCORE else power(i32(new - octave))
-        m[r] = new
+    step = fx.REFERENCE_STEP[pv]
+
+    @device_function
+    def find_shares(top, m, alpha, share):
+        for r in range(2):
+            octave = octave_of(top[r])
+            new = ptx.imax(m[r], octave)
+            alpha[r] = power(i32(new - m[r]))
+            own = power(i32(new - octave))
+            if step < fx.ONE_Q8:
+                own = ptx.mul(own, below_octave(rounded_up(top[r], step)))
+            share[r] = f32(0) if top[r] == MASKED_SCORE else own
+            m[r] = new
+
+    return find_shares
 
 
 @functools.cache

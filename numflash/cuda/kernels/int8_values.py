@@ -34,9 +34,8 @@ class Values(NamedTuple):
 def make_byte_values(value_tiles: int, planes: int, turing: bool) -> Any:
     """add_values(o, p, factors, sv, channels, lane): O = O * alpha + (P . V) * share for bytes.
 
-    With two `planes` of weights P . V is 256 times the first one's and the second one's. As a float
-    times its share, a power of two, it is exact, so a fused multiply-add rounds as two operations
-    would.
+    With two `planes` of weights P . V is 256 times the first one's and the second one's, rounded to a
+    float where it has more bits; with its share it enters O by a fused multiply-add.
 
     `factors` = (alpha, share); `sv` is where the warp's channels start, of which `channels` exist.
     """

@@ -1,7 +1,7 @@
 """Weights of the integer pipeline: of 8 bits and of 15, in the blocks' products; in 16 bits and in Q16.16.
 
-A score stays in float32 until it is a byte. x, in Q8.8, becomes its distance below its row's octave
-by one fused multiply-add, u = 1 - `WINDOW` + (256 octave - x) * 2**-24: from there up to 1 the
+A score stays in float32 until it is a byte. x, in Q8.8, becomes its distance below what its row's
+weights refer to by one fused multiply-add, u = 1 - `WINDOW` + (reference - x) * 2**-24: from there up to 1 the
 floats are 2**-24 apart, so the addition rounds x as the model does, ties to even, and saturation
 makes a weight of 0 of whatever lies farther below. The bits of u hold the distance y as an integer;
 times -2**15 they are a float32 whose exponent falls by one every 256, with the rest as mantissa: a
@@ -23,13 +23,12 @@ import numpy as np
 from ...numerics import fixedpoint as fx
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .int8_softmax import octave_of
+from .int8_softmax import rounded_up
 
 i32, u32, f32 = types.int32, types.uint32, types.float32
 P_A, P_B, P_WIDE = int(fx.P_A), int(fx.P_B), int(fx.P_WIDE)
 Q_A, Q_B, ONE_Q16 = int(fx.Q_A), int(fx.Q_B), int(fx.ONE_Q16)
 STEP = f32(2.0**-24)  # between floats from 1/2 to 1
-OCTAVE_STEPS = f32(2.0**-16)
 WINDOW, WIDE_WINDOW = 2.0**-12, 2.0**-11  # 16 octaves, 32
 # what multiplies the bits of u, and what is added: a distance of 0 becomes the bits of 1/2
 TO_EXPONENT = -(1 << 15) & 0xFFFFFFFF
@@ -77,14 +76,18 @@ def weight_p16(t, octave):
 
 
 @device_function
-def base_of(octave, window):
-    """What `below` needs of a row, exact: 1 - window at a distance of 0."""
-    return ptx.fma(ptx.to_float(octave), OCTAVE_STEPS, f32(1 - window))
+def base_of(reference, window):
+    """What `below` needs of a row, 1 - window at a distance of 0.
+
+    Exact: up to `fixedpoint.T_LIMIT` the result is less than 32, where floats are 2**-19 apart, an
+    eighth of an octave.
+    """
+    return ptx.fma(ptx.to_float(reference), STEP, f32(1 - window))
 
 
 @device_function
 def below(x, base):
-    """u, a score's distance below its octave in units of 2**-24 from 1 - window on; at most 1.
+    """u, a score's distance below the reference in units of 2**-24 from 1 - window on; at most 1.
 
     A hidden key's score, -inf, becomes 1.
     """
@@ -165,13 +168,13 @@ def make_weigh(key_tiles: int, pv: str, turing: bool = False) -> Any:
     """
     pairs, four_bytes = key_tiles // 2, make_bytes(turing)
     wide, planes = pv == "fp32", PLANES[pv]
-    window = WIDE_WINDOW if wide else WINDOW
+    window, step = WIDE_WINDOW if wide else WINDOW, fx.REFERENCE_STEP[pv]
 
     @device_function
     def weigh(s, p, top):
         base, u = cuda.local.array(2, f32), cuda.local.array(4, f32)
         for r in range(2):
-            base[r] = base_of(octave_of(top[r]), window)
+            base[r] = base_of(rounded_up(top[r], step), window)
         for n in range(pairs):  # two tiles: four bytes of a row
             for r in range(2):
                 at = 8 * n + 2 * r
