@@ -49,7 +49,7 @@ CAUSAL = {
     ),
     "gpt-oss, sinks, window 12": lambda: transformers.GptOssForCausalLM(
         transformers.GptOssConfig(
-            **GROUPED, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1
+            **GROUPED, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=2
         )
     ),
 }
@@ -115,8 +115,8 @@ def test_int8_logits(model):
     out, want, calls = both(model, lambda: model(TOKENS).logits, "numflash_int8")
     assert len(calls) == 2 and all((p.precision, p.pv) == ("int8", "int8") for p in calls)
     difference = (out - want).norm() / want.norm()
-    # sharpened scores: 0.026 to 0.030 measured; in gpt-oss, 0.062, a token may take another expert
-    assert 0.01 < difference < (0.08 if model.config.model_type == "gpt_oss" else 0.04)
+    # sharpened scores: 0.026 to 0.030 measured; gpt-oss 0.048, whose router weighs its experts by them
+    assert 0.01 < difference < (0.07 if model.config.model_type == "gpt_oss" else 0.04)
 
 
 def test_weights_of_15_bits_by_name():
