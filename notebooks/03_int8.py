@@ -188,7 +188,7 @@ assert smoothing["8 biased channels"][0] > 2 * smoothing["8 biased channels"][1]
 # Round one tensor at a time and compute everything else in float64. Then all three: no kernel that is given these int8 inputs
 # can do better than that. Then whole pipelines: "weights in 8 bits" computes both products with bytes, so it also rounds P to 8 bits (here in
 # NumPy, the plain pipeline that the course builds); the kernel with `pv="fp32"` keeps P in 16 bits and V in float. The kernel that ships is
-# the plain pipeline with one addition, which this chapter comes to at its end.
+# the plain pipeline with two additions: one this chapter comes to at its end, the other is in the next.
 
 # %%
 sources = {

@@ -85,8 +85,9 @@ shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
 
 # %% [markdown]
 # And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. It also takes masks, ALiBi, score functions (`called`), padding, and scores that
-# leave the range of int16 (`left`), but the four parts are the same: `block_scores` (1; it finds the `octave` of each row too), `weigh` (2),
-# `grow_rows` and `add_sums` (3), `add_values` (4). Here O grows by whole octaves before the weights are made, so that both know the new maximum.
+# leave the range of int16 (`left`), but the four parts are the same: `block_scores` (1; it finds `octave` and `top` of each row too), `weigh` (2),
+# `grow_rows` and `add_sums` (3), `add_values` (4). Here O grows by whole octaves before the weights are made, so that both know the new maximum,
+# and weights are relative to the row's `top` in the block, its largest score rounded up to an eighth of an octave (chapter 04).
 
 # %%
 shown(flash_int8.make_attend, "mark_live(tile, block)", "add_values(p, job.kv")

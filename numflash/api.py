@@ -74,7 +74,7 @@ def attention(
     sinks : (H,)
         One extra score per head that takes part in the denominator only.
     precision : "float32", "bfloat16", "float16" or "int8"
-        The inputs' own unless given. "int8" clips scores at +-2.9e6.
+        The inputs' own unless given. "int8" clips scores at +-7.2e5.
     pv : "int8", "int16", "bf16" or "fp32"
         With precision "int8": the weights have 8 bits, or 15 ("int16": also exact integers, equal
         bits on every device, 1.2 to 1.4 times the time on a CPU), or weights and values are
