@@ -143,7 +143,7 @@ def fits(mr, nv):
 check("24.3", fits)
 
 # %%
-shapes = [(named.mr, named.nv), (4, 4) if named.mr == 6 else (4, 2)]
+shapes = [(named.mr, named.nv), (4, named.nv) if named.mr == 6 else (4, 2)]
 tiles = {}
 for mr, nv in shapes:
     with tiling.using(isa, mr=mr, nv=nv):

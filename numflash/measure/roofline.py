@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from ..cpu.isa import amx_tiles
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
-from ..cpu.isa.vectors import F32, I32, I64, Vectors, call, repeat
+from ..cpu.isa.vectors import F32, I32, I64, Isa, Vectors, call, repeat
 from ..jit import target
 from ..jit.compiler import kernel
 from ..jit.threads import limit
@@ -116,14 +116,22 @@ def _int8_peak(isa_name: str) -> tuple[Callable, float]:
     if isa_name == "amx_int8":
         return _matrix_int8_peak()
     isa = VECTOR_ISAS[isa_name]
+    operations = 2.0 * isa.group * running_lanes(isa_name) * ACCUMULATORS
+    return _on_workers(_chain(isa, I32, types.int32, int8_step(isa))), operations
+
+
+def int8_step(isa: Isa) -> Callable:
+    """f(b, acc, x): one dot instruction.
+
+    Where it is a product and an addition (AVX2), the sums are its first operand: a product that is
+    the same in every turn would be computed once, and its additions become one multiplication.
+    """
 
     def step(b, acc, x):
-        x = b.bitcast(x, isa.operand)
-        return isa.score_dot(b, acc, x, x)
+        first = acc if isa.group == 2 else x
+        return isa.score_dot(b, acc, b.bitcast(first, isa.operand), b.bitcast(x, isa.operand))
 
-    return _on_workers(_chain(isa, I32, types.int32, step)), 2.0 * isa.group * running_lanes(
-        isa_name
-    ) * ACCUMULATORS
+    return step
 
 
 @functools.cache
