@@ -57,12 +57,14 @@ def test_no_division_and_no_float64_in_a_loop_that_works_on_vectors(code):
 @pytest.mark.slow
 def test_no_float64_anywhere(code):
     """But for the bounds of `prange`, which Numba itself compares as doubles, once per worker."""
-    bounds = ("vcvtusi2sd", "vcvtsi2sd", "vmovsd", "vucomisd", "ucvtf", "scvtf", "fcmp")
+    bounds = ["vcvtusi2sd", "vcvtsi2sd", "vmovsd", "vucomisd", "ucvtf", "scvtf", "fcmp"]
+    if ISA in ("avx2", "avx_vnni"):  # no instruction converts uint64
+        bounds += ["vsubpd", "vaddsd", "vunpckhpd"]
     found = [
         i
         for body in assembly.functions(code).values()
         for i in body
-        if assembly.is_float64(i) and not i.startswith(bounds)
+        if assembly.is_float64(i) and not i.startswith(tuple(bounds))
     ]
     assert not found, found
 
@@ -72,8 +74,9 @@ def test_product_loops_are_loads_and_dots(code):
     """The two 6-row tiles.
 
     No vector is spilled (a row stride may be: one load beside twelve dots), nothing is called, and
-    nearly all instructions are dots.
+    nearly all instructions are dots, on AVX2 a product and an addition each.
     """
+    most = 3.5 if VECTOR_ISAS[ISA].group == 2 else 2.2
     dots = [sum(DOT[ISA] in i for i in loop.instructions) for loop in assembly.loops(code)]
     tile = 6 * VECTOR_ISAS[ISA].nv
     products = [
@@ -91,7 +94,7 @@ def test_product_loops_are_loads_and_dots(code):
         assert not any(assembly.is_call(i) for i in loop.instructions)
         on_stack = [i for i in loop.instructions if assembly.is_stack(i)]
         assert not any(map(assembly.is_vector, on_stack)) and len(on_stack) <= n / 12, on_stack
-        assert len(loop.instructions) <= 2.2 * n, assembly.histogram(loop.instructions)
+        assert len(loop.instructions) <= most * n, assembly.histogram(loop.instructions)
 
 
 def test_the_checks_can_fail():
