@@ -147,88 +147,122 @@ def integer_steps(
     `plain` : without both, first keys like others and weights relative to whole octaves: the pipeline
     that the course builds.
     """
-    nh = problem.shape[1]
-    nkv = problem.shape[2]
-    length = problem.shape[3]
-    s_len = problem.shape[4]
-    dv = problem.shape[6]
-    g = h * nkv // nh
-    q = problem.query
-    k = problem.key
-    v = problem.value
-    cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
-    cq = cq[b, h]
-    ck = ck[b, g].copy()
-    wide = problem.pv in fx.FLOAT_VALUES
-    bad_value = (
-        ~np.isfinite(v[b, g]).all(-1)
-        if wide
-        else np.zeros(s_len, bool)
-        if v.nonfinite is None
-        else v.nonfinite[b, g]
-    )
-    ck[bad_value] = np.nan
-    shift = cap_shift(problem) if problem.softcap else None
-    qi = q.data[b, h].astype(np.float64)
-    ki = k.data[b, g].astype(np.float64)
-    vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
-    vi /= value_units(problem, b, g) if wide else 1
-    if problem.pv == "bf16":
-        vi = widen(convert(vi, "bfloat16")).astype(np.float64)
-    count = 0 if plain or wide else min(problem.first_keys, s_len)
+    head = head_of(problem, b, h)
+    length, s_len = head.seen.shape
+    count = 0 if plain or problem.pv in fx.FLOAT_VALUES else min(problem.first_keys, s_len)
     m = np.full(length, fx.MIN_OCTAVE, np.int32)
-    l = np.zeros(length, F)
-    o = np.zeros((length, dv), F)
-    seen_all = visible(problem, b, h)
-    power = lambda n: np.exp2(-np.minimum(n, 126).astype(F)).astype(F)  # noqa: E731
-    exp2_of_block, kind_of_block = WEIGHTS[problem.pv]
-    blocks = [slice(0, count)] if count else []
+    l, o = np.zeros(length, F), np.zeros((length, head.v.shape[1]), F)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for cols in blocks_of(s_len, count, key_block):
+            first = cols.stop <= count
+            s, t, spoiled = scores_of(head, cols, first)
+            step = fx.ONE_Q8 if plain or first else fx.REFERENCE_STEP[problem.pv]
+            octave, top, p = weights_of(t, problem.pv, first, step)
+            unit = fx.WEIGHT_ONE[problem.pv] / fx.FIRST_ONE if first else fx.SUM_UNIT[problem.pv]
+            m, before = np.maximum(m, octave), m
+            o, l = o * power(m - before)[:, None], l * power(m - before)
+            some = octave > fx.MIN_OCTAVE
+            factor = np.where(some, power(m - octave) * fx.below_octave(top), F(0))
+            l = l + (p.sum(1, dtype=np.int64) * unit).astype(F) * factor
+            l = np.where(spoiled, F(np.nan), l).astype(F)
+            if first:
+                o = one_by_one(p * F(unit), finer_rows(problem.value, b, head.g)[cols] / fx.FINER)
+            else:
+                sums = ((p * unit) @ head.v[cols]).astype(F)
+                o = multiply_add(sums, factor[:, None], o).astype(F)
+            yield Step(cols.start, cols.stop, s, t, octave, top, p, m, l, o)
+
+
+@dataclass(frozen=True)
+class Head:
+    """One query head's operands, all numbers that they are multiplied as.
+
+    q : (L, D), k : (S, D), v : (S, Dv) float64; a value that is not finite is 0
+    cq : (L,) float32;  ck : (S,) float32, NaN where the key or its value is not finite
+    shift : (L,) float32, see `cap_shift`, or None
+    seen : (L, S) bool
+    """
+
+    problem: Problem
+    b: int
+    h: int
+    g: int
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    cq: np.ndarray
+    ck: np.ndarray
+    shift: np.ndarray | None
+    seen: np.ndarray
+
+
+def head_of(problem: Problem, b: int, h: int) -> Head:
+    """The operands of query head h of batch entry b."""
+    g = h * problem.shape[2] // problem.shape[1]
+    cq, ck = combined_scale(problem.query, problem.key, problem.scale, problem.softcap)
+    ck, v = ck[b, g].copy(), problem.value
+    if problem.pv in fx.FLOAT_VALUES:
+        bad = ~np.isfinite(v[b, g]).all(-1)
+        value = np.where(bad[:, None], 0, v[b, g]).astype(np.float64) / value_units(problem, b, g)
+        value = widen(convert(value, "bfloat16")) if problem.pv == "bf16" else value
+    else:
+        bad = np.zeros(len(ck), bool) if v.nonfinite is None else v.nonfinite[b, g]
+        value = np.where(bad[:, None], 0, v.data[b, g])
+    ck[bad] = np.nan
+    shift = cap_shift(problem) if problem.softcap else None
+    q, k, value = (
+        x.astype(np.float64) for x in (problem.query.data[b, h], problem.key.data[b, g], value)
+    )
+    shift = None if shift is None else shift[b, h]
+    return Head(problem, b, h, g, q, k, value, cq[b, h], ck, shift, visible(problem, b, h))
+
+
+def blocks_of(s_len: int, count: int, key_block: int) -> Iterator[slice]:
+    """The first `count` keys, then the key blocks without them."""
+    if count:
+        yield slice(0, count)
     for first in range(0, s_len, key_block):
         if first + key_block > count and s_len > count:
-            blocks.append(slice(max(first, count), min(first + key_block, s_len)))
-    with np.errstate(invalid="ignore", over="ignore"):
-        for n, cols in enumerate(blocks):
-            seen = seen_all[:, cols]
-            finer = count and n == 0
-            if finer:
-                kn, vn = (finer_rows(t, b, g)[cols] for t in (k, v))
-                key_scale, value_unit = ck[cols] * F(1 / fx.FINER), 1 / fx.FINER
-                exp2, kind = fx.exp2_p12, np.uint16
-                unit = fx.WEIGHT_ONE[problem.pv] / fx.FIRST_ONE
-            else:
-                kn, vn, key_scale, value_unit = ki[cols], vi[cols], ck[cols], 1.0
-                exp2, kind = exp2_of_block, kind_of_block
-                unit = fx.SUM_UNIT[problem.pv]
-            s = (qi @ kn.T).astype(np.int32)  # exact: |s| <= 128 * 128 * FINER * D
-            x = (s.astype(F) * key_scale) * cq[:, None]
-            x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)  # NaN stays NaN
-            x = transform(problem, b, h, x, cols, None if shift is None else shift[b, h])
-            if problem.bias is not None:
-                seen = seen & (problem.bias[b, h][:, cols] != -np.inf)
-            spoiled = np.isnan(x) & seen
-            seen = seen & ~spoiled
-            t = np.rint(np.clip(np.where(seen, x, 0), -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32)
-            t = np.where(seen, t, HIDDEN)
-            top = t.max(1)
-            some = top != HIDDEN
-            octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE).astype(np.int32)
-            step = fx.ONE_Q8 if plain or finer else fx.REFERENCE_STEP[problem.pv]
-            top = (top + (step - 1)) & -step
-            y = np.minimum(top[:, None].astype(np.int64) - t, 65535).astype(np.uint16)
-            p = np.where(seen, exp2(y), 0).astype(kind)
-            m_new = np.maximum(m, octave)
-            o = o * power(m_new - m)[:, None]
-            l = l * power(m_new - m)
-            weight = np.where(some, power(m_new - octave) * fx.below_octave(top), F(0))
-            l = l + (p.sum(1, dtype=np.int64) * unit).astype(F) * weight
-            if finer:
-                o = _weighted(p * F(unit), vn * F(value_unit))
-            else:
-                sums = ((p * unit) @ vn).astype(F)
-                o = multiply_add(sums, weight[:, None], o).astype(F)
-            m = m_new
-            l = np.where(spoiled.any(1), F(np.nan), l).astype(F)
-            yield Step(cols.start, cols.stop, s, t, octave, top, p, m, l, o)
+            yield slice(max(first, count), min(first + key_block, s_len))
+
+
+def scores_of(head: Head, cols: slice, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the keys `cols`: raw scores s and log2 scores t, int32 as in `Step`; (L,) whether a row sees one that is NaN.
+
+    first : whether these are the sequence's first keys, with 5 more bits
+    """
+    problem, b, h = head.problem, head.b, head.h
+    k, ck = head.k[cols], head.ck[cols]
+    if first:
+        k, ck = finer_rows(problem.key, b, head.g)[cols], ck * F(1 / fx.FINER)
+    s = (head.q @ k.T).astype(np.int32)  # exact: |s| <= 128 * 128 * FINER * D
+    x = (s.astype(F) * ck) * head.cq[:, None]
+    x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)  # NaN stays NaN
+    x = transform(problem, b, h, x, cols, head.shift)
+    seen = head.seen[:, cols]
+    if problem.bias is not None:
+        seen = seen & (problem.bias[b, h][:, cols] != -np.inf)
+    spoiled = np.isnan(x) & seen
+    seen = seen & ~spoiled
+    t = np.rint(np.clip(np.where(seen, x, 0), -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32)
+    return s, np.where(seen, t, HIDDEN), spoiled.any(1)
+
+
+def weights_of(
+    t: np.ndarray, pv: str, first: bool, step: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Octave, top and weights p, as in `Step`, of log2 scores; top is a multiple of `step`."""
+    exp2, kind = (fx.exp2_p12, np.uint16) if first else WEIGHTS[pv]
+    largest = t.max(1)
+    octave = np.where(largest == HIDDEN, fx.MIN_OCTAVE, (largest + 255) >> 8).astype(np.int32)
+    top = (largest + (step - 1)) & -step
+    y = np.minimum(top[:, None].astype(np.int64) - t, 65535).astype(np.uint16)
+    return octave, top, np.where(t == HIDDEN, 0, exp2(y)).astype(kind)
+
+
+def power(n: np.ndarray) -> np.ndarray:
+    """2**-min(n, 126) float32 of whole numbers n from 0 on."""
+    return np.exp2(-np.minimum(n, 126).astype(F)).astype(F)
 
 
 def finer_rows(t: QuantizedTensor, b: int, g: int) -> np.ndarray:
@@ -237,7 +271,7 @@ def finer_rows(t: QuantizedTensor, b: int, g: int) -> np.ndarray:
     return rows if t.low is None else rows + t.low[b, g]
 
 
-def _weighted(p: np.ndarray, v: np.ndarray) -> np.ndarray:
+def one_by_one(p: np.ndarray, v: np.ndarray) -> np.ndarray:
     """p.v in float32, key by key: a product is exact, a sum is rounded."""
     o = np.zeros((len(p), v.shape[1]), F)
     for j in range(len(v)):

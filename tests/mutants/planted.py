@@ -132,6 +132,30 @@ MUTANTS = [
     Mutant(STREAM, "FIRST_EDGE if c < tile.first_keys else NO_EDGE", "NO_EDGE", STREAM_TESTS),
     Mutant(BLOCK_SCORES, "            hide_first(x, tile, block)", "            pass", INT8),
     Mutant(
+        "cpu/int8/softmax_vectors.py",
+        "store(b, b.fmul(power_of_two(b, above), own), ps, i, 4)",
+        "store(b, power_of_two(b, above), ps, i, 4)",
+        INT8,
+    ),
+    Mutant(
+        "cpu/int8/softmax_vectors.py",
+        "factor(1, fx.EIGHTH_OCTAVE))",
+        "factor(1, 1.0))",
+        INT8,
+    ),
+    Mutant(
+        "cpu/int8/portable.py",
+        "scale = F(scale * below_octave(top))",
+        "scale = F(scale)",
+        INT8,
+    ),
+    Mutant(
+        "numerics/fixedpoint.py",
+        "return EIGHTHS[-(top >> 5) & 7]",
+        "return EIGHTHS[(top >> 5) & 7]",
+        "tests/test_fixedpoint.py",
+    ),
+    Mutant(
         FLASH_INT8,
         "tile.lo[i] = max(tile.start[i], tile.first_keys)",
         "tile.lo[i] = tile.start[i]",
@@ -583,6 +607,12 @@ MUTANTS = [
         "cuda/kernels/int8_softmax.py",
         "else i32(i32(top + 255) >> i32(8))",
         "else i32(i32(top + 254) >> i32(8))",
+        CUDA_INT8,
+    ),
+    Mutant(
+        "cuda/kernels/int8_softmax.py",
+        "own = ptx.mul(own, below_octave(rounded_up(top[r], step)))",
+        "own = ptx.mul(own, below_octave(top[r]))",
         CUDA_INT8,
     ),
     Mutant(
