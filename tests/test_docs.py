@@ -20,7 +20,17 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
 NEEDS = {"gpu": None, "cuda": "numba_cuda", "jax": "jax", "torch": "torch", "mpi": "mpi4py"}
 # they compile much of their own
-SLOW = {"precision", "aarch64", "pitfalls", "pytorch", "long_contexts", "cuda", "kvcache", "flex", "index"}
+SLOW = {
+    "precision",
+    "aarch64",
+    "pitfalls",
+    "pytorch",
+    "long_contexts",
+    "cuda",
+    "kvcache",
+    "flex",
+    "index",
+}
 
 
 def available(need):
