@@ -52,13 +52,16 @@ LONGEST = (
 )
 
 
-# Of the slow tests here a run has one half, by the date: each compiles kernels of its own, for cards or for a chapter.
+# Of the slow tests here a run of the slow ones alone (`make test-slow`) has one half, by the date: each compiles kernels of
+# its own, for cards or for a chapter.
 HALVED = ("tests/cuda/", "tests/test_notebooks.py::test_a_notebook_runs")
 
 
 def pytest_collection_modifyitems(config, items):
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+    if config.option.markexpr != "slow":
+        return
     slow = [i for i in items if i.get_closest_marker("slow") and i.nodeid.startswith(HALVED)]
     out = {id(slow[n]) for n in left_out_today([item.nodeid for item in slow])}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in out])

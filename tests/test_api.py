@@ -265,7 +265,7 @@ def test_int8_kernels_give_the_bits_of_the_model(
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_real_activations(impl):
     found = numflash.accuracy(*minilm(), impl=impl, variants=["int8"])
-    assert found["int8"].relative_l1 <= 0.0102 and found["int8"].worst_row <= 0.06
+    assert found["int8"].relative_l1 <= 0.009 and found["int8"].worst_row <= 0.06
     found = numflash.accuracy(*minilm(), impl=impl, variants=["int8"], is_causal=True)
     assert found["int8"].relative_l1 <= 0.010 and found["int8"].worst_row <= 0.12
     assert (

@@ -127,7 +127,7 @@ def test_a_fused_multiply_add_rounds_once():
         (one - half, half, one),
         (half, half, -half),
     ]
-    ties += [(half, -(one - half), one + 2 * half), (half * one, one + 2 * half, one)]
+    ties += [(half, -(one - half), one + 2 * half), (half, one + 2 * half, one)]
     a, b, c = (
         np.append(x, [t[n] for t in ties]).astype(np.float32) for n, x in enumerate((a, b, c))
     )
