@@ -1,5 +1,6 @@
 """Cross-compilation and reading assembly, on functions whose machine code is known."""
 
+import gc
 import importlib
 import inspect
 import re
@@ -9,7 +10,7 @@ import numba
 import numpy as np
 import pytest
 from daily import of_today
-from numba import njit, prange
+from numba import extending, njit, prange
 from numba.core import types
 
 import numflash
@@ -218,6 +219,25 @@ def test_the_host_is_left_as_it_was():
     assert (
         numba.njit(lambda n: np.ones(n).sum())(3) == 3
     )  # new functions go to the host's context again
+
+
+def test_a_method_is_typed_where_it_is_called():
+    """Numba's type of a method lives while anything refers to it, and remembers its context."""
+    held = []
+
+    @extending.overload_method(types.Integer, "plus")
+    def plus(value, other):
+        held.extend(x for x in gc.get_objects() if issubclass(type(x), types.BoundFunction))
+        return lambda value, other: value + other
+
+    @njit
+    def calls(value, other):
+        return value.plus(other)
+
+    assert calls(4, 5) == 9 and held  # on the host, of other arguments
+    for cpu in ("a64fx", "znver3"):
+        compile_for(calls, (types.int64, types.int8), Target.named(cpu))
+    assert calls(4, np.int8(3)) == 7
 
 
 def test_host_target_is_what_numba_compiles_for():

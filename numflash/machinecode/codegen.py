@@ -26,6 +26,7 @@ from numba.core import codegen, config, cpu, fastmathpass, sigutils, typing
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.runtime import nrtdynmod
+from numba.core.types import BoundFunction, abstract
 
 from ..errors import ArgumentError
 from ..jit.compiler import InlineLibrary, KernelCompiler
@@ -227,6 +228,18 @@ def code_generator(target: Target) -> Any:
     return _contexts(target)[1].codegen()
 
 
+def _forget_methods() -> None:
+    """Make Numba's next type of any method a new one.
+
+    It has one type for each, which types calls in the context that made it. While anything referred
+    to that of another context, a method called on the host would be code for another CPU.
+    """
+    types: Any = vars(abstract)["_typecache"]
+    for reference in list(types):
+        if isinstance(reference(), BoundFunction):
+            types.pop(reference, None)
+
+
 @contextlib.contextmanager
 def _as_cpu_target(typingctx: _TypingContext, targetctx: _TargetContext) -> Iterator[None]:
     """Dispatchers made inside (Numba makes them for overloads) belong to these contexts."""
@@ -234,13 +247,15 @@ def _as_cpu_target(typingctx: _TypingContext, targetctx: _TargetContext) -> Iter
         "_toplevel_typing_context": cpu_target.typing_context,
         "_toplevel_target_context": cpu_target.target_context,
     }
-    cpu_target.__dict__.update(
-        _toplevel_typing_context=typingctx, _toplevel_target_context=targetctx
-    )
     try:
+        cpu_target.__dict__.update(
+            _toplevel_typing_context=typingctx, _toplevel_target_context=targetctx
+        )
+        _forget_methods()
         yield
     finally:
         cpu_target.__dict__.update(host)
+        _forget_methods()
 
 
 @global_compiler_lock
