@@ -62,7 +62,7 @@ class KVCache(Appending):
         Storage. INT8 has one scale per token and head for K and for V; the query is rounded to 15
         bits and a sign, weights to 15 bits, products are exact integers, and results have the bits
         of `reference.integer_decode`. INT4 is the same with rows rotated by a Hadamard matrix and
-        rounded to 16 levels: half the memory, see `numflash.reference.int4`.
+        rounded to 16 levels, and a query of 8 bits: half the memory, see `numflash.reference.int4`.
     page_size : int or None
         None: every sequence owns its memory. A power of two from 128 (on CUDA 16): pages from a
         common pool, taken as sequences grow, shared by `share`, `reorder` and `repeat`, returned by

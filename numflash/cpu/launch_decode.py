@@ -124,7 +124,7 @@ class Plan:
         # What a worker writes block by block has pages of its own: prefetching beyond its end takes
         # lines from another worker. The two share few sets of the first-level cache.
         self.scratch = Scratch(
-            zeros((w * span, rows, t.planes, layout.channels // t.group), np.int32),
+            zeros((w * span, rows, t.query_planes, layout.channels // t.group), np.int32),
             zeros((w * span, scratch_rows, KEY_BLOCK), np.int32, PAGE, fill=True),
             zeros((w, sums_rows(t, rows), columns), F, PAGE, (rows + 1) * KEY_BLOCK * 4, fill=True),
             zeros((w, 3, layout.head_dim), F, fill=True),

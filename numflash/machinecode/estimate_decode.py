@@ -40,7 +40,7 @@ def _arguments(layout: Layout, blocks: int) -> tuple[Any, ...]:
     """Of one call: ROWS query rows, one KV head, one thread."""
     t, d, columns, zeros = layout.tile, layout.head_dim, layout.columns, np.zeros
     scratch = Scratch(
-        zeros((1, ROWS, t.planes, layout.channels // t.group), np.int32),
+        zeros((1, ROWS, t.query_planes, layout.channels // t.group), np.int32),
         zeros((1, SCRATCH_ROWS, KEY_BLOCK), np.int32),
         zeros((1, sums_rows(t, ROWS), columns), F),
         zeros((1, 3, d), F),

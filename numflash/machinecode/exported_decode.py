@@ -54,7 +54,7 @@ def facts(isa: str, lanes: int) -> dict[str, Any]:
 def _decode(isa: str, lanes: int) -> Any:
     tile = tile_of(isa)
     kernel = make_decode(tile, ROWS, False, False)
-    planes, group, scales = tile.planes, tile.group, tile.scales
+    planes, group, scales = tile.query_planes, tile.group, tile.scales
     lanes, sums = tile.lanes, sums_rows(tile, ROWS)
 
     @njit(error_model="numpy")

@@ -42,6 +42,7 @@ SUM_ONE = 16320  # 1.0 in P14, in which decode sums weights: four of them fit 16
 QUERY_ONE = (
     16256  # 127 * 128, the largest 16-bit query: 128 * high + low, |high| <= 127, |low| <= 64
 )
+CODE_QUERY_ONE = 127  # the largest query of a cache of 4 bits, which has no low plane
 CODE_ONE = 32767  # the largest of a row's numbers before they become codes of 4 bits
 # codes to a length of 65536 that a row tries: those of 15 reach its largest number, others are finer
 CODE_STEPS = (15, 16, 17)

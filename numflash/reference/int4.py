@@ -2,7 +2,8 @@
 
 A row is rotated by a Hadamard matrix (`rotation`), then rounded to the odd numbers from -15 to 15
 times one scale. Rotation spreads the few large channels of real keys over all. From there on decoding
-is that of INT8 over rotated rows, with other numbers: `int8_decode.rotated_decode`.
+is that of INT8 over rotated rows, with other numbers and a query of 8 bits, which loses little beside
+them: `int8_decode.rotated_decode`.
 
 The numbers of a row are chosen in integers, so every machine chooses the same: x is rounded to 16
 bits; then, for each of `fixedpoint.CODE_STEPS` step lengths s, c = clip((x * s >> 16) + 8, 0, 15)
@@ -12,17 +13,21 @@ least error, and that factor is its scale.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ..numerics import fixedpoint as fx
 from ..numerics.quantization import QuantizedTensor
 from ..numerics.rotation import rotate
-from .int8_decode import rotated_decode as decode
+from .int8_decode import rotated_decode
 
 __all__ = ["decode", "quantize"]
 
 F = np.float32
 NO_SCALE = F(2.0**-100)  # as in `quantization`
+
+decode = functools.partial(rotated_decode, query_one=fx.CODE_QUERY_ONE)
 
 
 def quantize(rows: np.ndarray) -> QuantizedTensor:

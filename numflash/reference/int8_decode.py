@@ -37,19 +37,19 @@ def decode_change(
     return change
 
 
-def decode_query(query: np.ndarray) -> QuantizedTensor:
-    """A query (..., D) float32 as INT8 decode rounds it: int16 up to 127 * 128, a scale per row.
+def decode_query(query: np.ndarray, most: int = fx.QUERY_ONE) -> QuantizedTensor:
+    """A query (..., D) float32 as decode rounds it: int16 up to `most`, a scale per row.
 
-    data = rint(query * (16256 / max|query|)), scale = max / 16256. Rows of zeros have scale 1, rows
-    that are not finite are zeros and marked.
+    data = rint(query * (most / max|query|)), scale = max / most. Rows of zeros have scale 1, rows
+    that are not finite are zeros and marked. INT8 takes 127 * 128, INT4 `fixedpoint.CODE_QUERY_ONE`.
     """
     x = np.asarray(query, F)
     top = np.abs(x).max(-1, keepdims=True)
     nonfinite = ~np.isfinite(top)
     usable = (top > F(2.0**-100)) & ~nonfinite
     safe = np.where(usable, top, F(1))
-    data = np.where(usable, x, F(0)) * (F(fx.QUERY_ONE) / safe)
-    scale = np.where(usable, safe / F(fx.QUERY_ONE), F(1))
+    data = np.where(usable, x, F(0)) * (F(most) / safe)
+    scale = np.where(usable, safe / F(most), F(1))
     bad = nonfinite[..., 0] if nonfinite.any() else None
     return QuantizedTensor(np.rint(data).astype(np.int16), scale, "row", None, bad)
 
@@ -128,14 +128,16 @@ def rotated_decode(
     splits: int = 1,
     change: Callable[[int, slice, np.ndarray], np.ndarray] | None = None,
     most: int = WHOLE,
+    query_one: int = fx.QUERY_ONE,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The definition of decode over a cache that rotates: `integer_decode` of rotated rows.
 
-    query (H, L, D) float32, not rotated; k and v of rotated rows, matrices of at most `most`
-    channels. A query rotated like the keys has the same scores; the output is a sum of rotated
-    values and is rotated back. Out (H, L, Dv) float32, octave m and sum l (H, L).
+    query (H, L, D) float32, not rotated, then rounded to whole numbers up to `query_one`; k and v of
+    rotated rows, matrices of at most `most` channels. A query rotated like the keys has the same
+    scores; the output is a sum of rotated values and is rotated back. Out (H, L, Dv) float32, octave
+    m and sum l (H, L).
     """
-    q = decode_query(rotate(np.asarray(query, F), most))
+    q = decode_query(rotate(np.asarray(query, F), most), query_one)
     out, m, l = integer_decode(q, k, v, scale, seen, splits, change)
     return rotate(out, most), m, l
 

@@ -139,7 +139,9 @@ def decode_and_compare(dtype="int8", rotate=False):
         np.testing.assert_array_equal(stored.data, quantize(x).data)
     for splits in (1, 2):
         sizes = k, v, 36**-0.5, np.ones((1, 150), bool), splits
-        if dtype == "int4" or rotate:
+        if dtype == "int4":
+            exact = int4.decode(query[0], *sizes)[0]
+        elif rotate:
             exact = reference.rotated_decode(query[0], *sizes)[0]
         else:
             exact = reference.integer_decode(reference.decode_query(query[0]), *sizes)[0]

@@ -90,6 +90,20 @@ def test_storage_is_the_quantisation():
     assert KVCache(1, 1, 128, 700, "int4").nbytes == KVCache(1, 1, 128, 700).nbytes * 136 // 264
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_query_has_eight_bits(isa):
+    """A query of 0 to 127 steps that rotating leaves as it is: scores are whole, as they are added up."""
+    d = 3  # the largest power of two that divides it is 1: nothing is rotated
+    cache = KVCache(1, 1, d, 128, "int4", isa=isa)
+    key = np.float32([[15, -15, 15], [-15, 15, 15]]).reshape(1, 1, 2, d) / 15
+    cache.append(key, np.float32([[1, -1, 1], [-1, 1, 1]]).reshape(1, 1, 2, d))
+    query = np.float32([[127, 126.6, 0.4]]).reshape(1, 1, 1, d)
+    whole = np.float32([[127, 127, 0]]).reshape(1, 1, 1, d)
+    found = cache.decode(query, scale=0.01)
+    np.testing.assert_array_equal(found, cache.decode(whole, scale=0.01))
+    np.testing.assert_allclose(found[0, 0, 0], [0, 0, 1], atol=1e-4)
+
+
 def test_zeros_and_what_is_not_finite():
     cache, key, value = filled(130, dtype="int4")
     assert np.isfinite(cache.decode(draw((B, H, 1, D), 9))).all()

@@ -94,7 +94,7 @@ def test_int4(arch, d, rows, options, registers):
     half of its bytes the mask and the sign in one.
     """
     found = resources(decode_int8, arch, d=d, dv=d, row_tiles=rows, packed=True, **options)
-    assert found.count("IMMA") == rows * d // 32 * 16 * (4 if arch == "sm_75" else 1)
+    assert found.count("IMMA") == rows * d // 32 * 12 * (4 if arch == "sm_75" else 1)
     assert found.registers <= registers
     if d <= 128:
         assert loads(found, arch) == 3 * 64 * d // 16 // 128 + 2

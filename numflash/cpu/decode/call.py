@@ -85,7 +85,7 @@ FUNCTION, FRAME = (Numbers._fields.index(name) for name in ("function", "frame")
 @functools.cache
 def make_scratch_at(tile: Tile, rows: int, changed: bool) -> Any:
     """f(p: Numbers) -> `Scratch`, or `ChangedScratch` where there are options."""
-    planes = tile.planes
+    planes = tile.query_planes
 
     @bare
     def scratch_at(p):

@@ -40,7 +40,9 @@ def make_integers(tile: Tile, rows: int, changed: bool):
     ahead = tile.ahead
     scales, packed, size, group = tile.scales, tile.packed, tile.size, tile.group
     q_offset = tile.q_offset
-    two_planes = tile.planes == 2
+    two_planes = tile.planes == 2 and packed == 1
+    last = tile.query_planes - 1
+    most = F(fx.QUERY_ONE if packed == 1 else fx.CODE_QUERY_ONE)
     shared = tile.shared
     word = {4: np.int8, 2: np.int16, 1: np.int32}[tile.group]
     half = I(1 << LOW_BITS - 1)
@@ -49,7 +51,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
     def prepare(q, c, words, line, codes, spoiled, r):
         """Quantise one query row into words; returns (first value of its sums, its scale)."""
         whole, out = codes[: q.size], words.view(word)
-        s = quantize_row(q, line, whole, F(1), F(fx.QUERY_ONE))
+        s = quantize_row(q, line, whole, F(1), most)
         out[:] = 0
         if s != s:
             spoiled[r] = 1
@@ -63,7 +65,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
                 out[0, e] = high
                 out[1, e] = np.subtract(x, np.left_shift(high, I(LOW_BITS)))
             else:
-                out[0, e] = x
+                out[last, e] = x
         return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
 
     @bare(forceinline=True)

@@ -3,7 +3,7 @@
 The layout of the cache is that of `tiles` for AVX-512 VNNI, which is that of AMX's right operand,
 too: 16 steps of a panel, 256 bytes apart, are 64 channels of 16 keys. Its left operand holds both
 planes of up to 8 query rows, so one product multiplies both: row 2r is the high plane of row r, row
-2r + 1 the low one. The sums are exact integers, hence the bits are those of the vectors.
+2r + 1 the low one (the only one of INT4's query). The sums are exact integers, hence the bits are those of the vectors.
 
 Codes of INT4 are unpacked to 16 steps of a panel, 4 KB of scratch, from which the tiles are loaded;
 one such piece ahead of the products, in two buffers: a tile cannot be loaded before its stores are

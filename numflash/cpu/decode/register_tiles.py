@@ -45,12 +45,12 @@ class Walk(NamedTuple):
     steps: ir.Value
 
 
-def _products(b, tile, walk, first, rows, nv, keys):
-    """rows x nv sums in registers: products of all planes, added to `first`, one value a row."""
+def _products(b, tile, walk, first, rows, nv, keys, planes):
+    """rows x nv sums in registers: products of `planes` planes, added to `first`, one value a row."""
     start = [x for x in first for _ in range(nv)]
     if tile.packed == 2:
-        return _products_of_codes(b, tile, walk, start, rows, nv, keys)
-    if tile.planes == 1 or tile.pairs:
+        return _products_of_codes(b, tile, walk, start, rows, nv, keys, planes)
+    if planes == 1 or tile.pairs:
         return _plane(b, tile, walk, start, rows, nv, keys, tile.ahead)
     zero = constant(tile.sums, 0)
     sums = _plane(b, tile, walk, [zero] * len(start), rows, nv, keys, tile.ahead)
@@ -65,11 +65,11 @@ def doubled(b, tile, sums, first):
     return b.add(b.shl(sums, constant(tile.sums, 1)), first)
 
 
-def _products_of_codes(b, tile, walk, first, rows, nv, keys):
+def _products_of_codes(b, tile, walk, first, rows, nv, keys, planes):
     """`_products` of INT4."""
     sums = [constant(tile.sums, 0)] * len(first)
     sums = _plane(b, tile, walk, sums, rows, nv, keys, tile.ahead)
-    if tile.planes == 2:
+    if planes == 2:
         sums = [b.shl(x, constant(tile.sums, LOW_BITS)) for x in sums]
         low = walk._replace(one=b.gep(walk.one, [b.mul(walk.low, I64(4))]))
         sums = _plane(b, tile, low, sums, rows, nv, keys, 0)
@@ -148,9 +148,9 @@ def score_tile(tile: Tile, rows: int):
                     splat(b, load(b, pw, state(rows, START + m), I32, 4), tile.sums)
                     for m in range(rows)
                 ]
-            stride = b.mul(a[1], I64(tile.planes))
+            stride = b.mul(a[1], I64(tile.query_planes))
             walk = Walk(pq, stride, a[1], pk, I64(tile.panel * tile.group), a[1])
-            sums = _products(b, tile, walk, first, rows, nv, True)
+            sums = _products(b, tile, walk, first, rows, nv, True, tile.query_planes)
             if exact:
                 key_scale = [
                     load(b, pck, b.add(a[4], I64(tile.lanes * v)), floats, 4) for v in range(nv)
@@ -218,7 +218,7 @@ def value_tile(tile: Tile, rows: int, nv: int):
                         splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)
                         for m in range(rows)
                     ]
-                sums = _products(b, tile, walk, first, rows, nv, False)
+                sums = _products(b, tile, walk, first, rows, nv, False, tile.planes)
             else:
                 before = [load(b, po, w, floats, 4) for w in where]
                 sums = _plane(b, tile, walk, before, rows, nv, False, tile.ahead)

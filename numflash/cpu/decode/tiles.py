@@ -176,6 +176,11 @@ class Tile:
             return 1 if self.matrix else 2
         return 2 if self.exact and self.group == 4 else 1
 
+    @property
+    def query_planes(self) -> int:
+        """`planes` of a query. Beside codes one of 8 bits is enough; AMX's tiles have both, one of zeros."""
+        return 1 if self.packed == 2 and not self.matrix else self.planes
+
     def width(self, rows: int) -> int:
         """Vectors side by side in a tile of `rows` rows, a divisor of nv.
 

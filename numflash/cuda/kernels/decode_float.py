@@ -91,7 +91,7 @@ def decode_float(
     shift_v, xor_v = swizzle_of(dv_bytes)
     mma, pack = ptx.products(dtype, turing)
     load_k, load_v = (make_load_keys(block_k, n, paged, not turing) for n in (d_bytes, dv_bytes))
-    query_rows = make_query_rows(d, False, pack)(tile_rows)
+    query_rows = make_query_rows(d, 0, pack)(tile_rows)
     part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, 1.0)
     options_of, row_option, position_of, allowed, changed_score = make_changes(changed, ring, 8, 2)

@@ -7,8 +7,8 @@ bytes, so the tensor cores multiply twice; scores and sums of a key block of 128
 each value's scale is folded into its weight, and every float operation between them is rounded
 once. How the four warps of a block share the work: `decode_pieces`. The values are stored
 transposed (channel after channel), because the second product needs four consecutive keys in a
-register. INT4 differs in how bytes become fragments (`decode_codes`), and in what a product is
-divided by.
+register. INT4 differs in how bytes become fragments (`decode_codes`), in what a product is divided
+by, and in the query, which has 8 bits in one plane.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def decode_int8(
     key_fragments = make_key_fragments(d, packed)
     value_fragments = make_value_fragments(value_tiles, block_k, packed)
     divide = NUMBER_BITS if packed else 0
-    query_rows = make_query_rows(d, True, None)(tile_rows)  # two planes
+    q_planes = 1 if packed else 2
+    query_rows = make_query_rows(d, q_planes)(tile_rows)
     part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT)
     options_of, row_option, position_of, allowed, changed_score = make_changes(changed, ring, 9, 1)
@@ -136,7 +137,7 @@ def decode_int8(
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
         sq = ptx.shared_address(shared)
-        sk = sq + u32(2 * q_size)
+        sk = sq + u32(q_planes * q_size)
         sv = sk + u32(k_size)
         sp = sv + u32(v_size)
         s_scales = sp + u32(
@@ -237,10 +238,11 @@ def decode_int8(
                         at_q = (
                             sq + u32((16 * t + a_row) * d) + ((q_chunk ^ u32(2 * step)) << u32(4))
                         )
-                        ptx.ldmatrix(qf, 0, at_q)
-                        mma_s(high, 16 * t + 8 * n, qf, 0, kb, 0)
-                        mma_s(high, 16 * t + 8 * n + 4, qf, 0, kb, 2)
-                        ptx.ldmatrix(qf, 0, at_q + u32(q_size))
+                        if q_planes == 2:
+                            ptx.ldmatrix(qf, 0, at_q)
+                            mma_s(high, 16 * t + 8 * n, qf, 0, kb, 0)
+                            mma_s(high, 16 * t + 8 * n + 4, qf, 0, kb, 2)
+                        ptx.ldmatrix(qf, 0, at_q + u32((q_planes - 1) * q_size))
                         mma_s(s, 16 * t + 8 * n, qf, 0, kb, 0)
                         mma_s(s, 16 * t + 8 * n + 4, qf, 0, kb, 2)
             for i in range(n_s):
@@ -404,5 +406,5 @@ def decode_int8(
         decode,
         extended(SIGNATURE) if changed else SIGNATURE,
         THREADS,
-        2 * q_size + k_size + v_size + p_size + block_k * 16 + (1 + 2 * WARPS) * row_size,
+        q_planes * q_size + k_size + v_size + p_size + block_k * 16 + (1 + 2 * WARPS) * row_size,
     )

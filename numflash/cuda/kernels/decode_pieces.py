@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ...numerics.fixedpoint import KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
+from ...numerics.fixedpoint import CODE_QUERY_ONE, KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
@@ -29,7 +29,6 @@ EXPONENT = 0x7F800000
 NO_SCALE = f32(2.0**-100)
 SCALE_LIMIT = f32(2.0**100)  # of a query
 KEY_LIMIT = f32(KEY_SCALE_LIMIT)
-QUERY_MOST = f32(QUERY_ONE)
 NO_VALUE = f32(ZERO_VALUE_SCALE)
 NOTHING = f32(-3e38)  # maximum of a float row that has seen no key
 NAN = f32(math.nan)
@@ -282,7 +281,7 @@ def visible(j, slots, at, tokens, ring):
     return seen
 
 
-def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
+def make_query_rows(d: int, planes: int, pack: Any = None) -> Any:
     """Convert a warp's query rows to the operand of the scores, in shared memory, with one float
     factor each.
 
@@ -290,10 +289,12 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
     q, of which this block takes `tile_rows` from `first` on (zeros beyond `rows`).
 
     INT8: `reference.decode_query` of a row in two planes of bytes, the high one of all rows first;
-    its factor scale * c at most 2**100. Floats: the row
+    its factor scale * c at most 2**100. INT4: the same in one plane. Floats, planes = 0: the row
     times a power of two that brings its largest magnitude to 1 .. 2, so that float16 holds it; the
     factor is c over that power. A row that is not finite has zeros and the factor NaN.
     """
+    exact = planes > 0
+    most = f32(QUERY_ONE if planes == 2 else CODE_QUERY_ONE)
     row_bytes = d if exact else 2 * d
     per_lane = 4 if exact else 2
     words = (d + 32 * per_lane - 1) // (32 * per_lane)
@@ -323,8 +324,8 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
                 if exact:
                     largest = ptx.from_bits(u32(top))
                     if largest > NO_SCALE:
-                        factor = ptx.div(QUERY_MOST, largest)
-                        scale = ptx.div(largest, QUERY_MOST)
+                        factor = ptx.div(most, largest)
+                        scale = ptx.div(largest, most)
                     scale = ptx.fmin(ptx.mul(scale, c), SCALE_LIMIT)
                 else:
                     power = ptx.imax(ptx.imin(top >> 23, i32(253)), i32(1))
@@ -336,9 +337,11 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
                         if exact:
                             for e in range(4):
                                 n = ptx.to_int(ptx.mul(x[4 * i + e], factor))
-                                high = i32(n + 64) >> 7
-                                word |= (u32(high) & u32(255)) << u32(8 * e)
-                                low |= (u32(i32(n - (high << 7))) & u32(255)) << u32(8 * e)
+                                if planes == 2:
+                                    high = i32(n + 64) >> 7
+                                    low |= (u32(i32(n - (high << 7))) & u32(255)) << u32(8 * e)
+                                    n = high
+                                word |= (u32(n) & u32(255)) << u32(8 * e)
                         else:
                             word = pack(x[2 * i] * factor, x[2 * i + 1] * factor)
                     place = (i * 32 + lane) * 4
@@ -346,7 +349,7 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
                         chunk = (place >> 4) ^ ((r >> swizzle) & xor)
                         at = to + u32(r * row_bytes + (chunk << 4) + (place & 15))
                         ptx.store_shared(at, word)
-                        if exact:
+                        if planes == 2:
                             ptx.store_shared(at + u32(tile_rows * row_bytes), low)
                 if lane == 0:
                     ptx.store_shared_f32(factors + u32(r * 4), scale if good else NAN)
