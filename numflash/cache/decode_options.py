@@ -15,9 +15,11 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import real
 from ..numerics.merge import apply_sinks
 from .arguments import floats
+from .settings import INTEGERS
 
 if TYPE_CHECKING:
     from ..flex.fused import InCache
+    from .memory import Memory
 
 F = np.float32
 
@@ -67,8 +69,10 @@ def check_changes(softcap: Any, alibi_slopes: Any, mask: Any, shape: tuple[int, 
     return Changes(softcap, slopes, None if mask is None else _mask(mask, shape[0], shape[2]))
 
 
-def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, longest: int) -> Changes:
-    """The changes with functions, for sequences of up to `longest` tokens.
+def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, memory: Memory) -> Changes:
+    """The changes with functions, for the sequences of a cache.
+
+    A cache of integers has its own option in place of a function of the same meaning.
 
     Raises
     ------
@@ -76,7 +80,10 @@ def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, longest: int
         A function that cannot be traced.
     """
     fused = _fused()
-    found = fused.InCache(fused.prepare(score_mod, mask_mod), longest)
+    prepared = fused.prepare(score_mod, mask_mod)
+    if memory.settings.dtype in INTEGERS and prepared.cap and not changes.softcap:
+        return Changes(prepared.cap, changes.slopes, changes.mask)
+    found = fused.InCache(prepared, memory.longest)
     return Changes(changes.softcap, changes.slopes, changes.mask, found)
 
 

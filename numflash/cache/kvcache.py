@@ -196,7 +196,8 @@ class KVCache(Appending):
             tokens. Earlier tokens are attended to by all.
         score_mod, mask_mod : functions as for `flex_attention`, or None
             Of positions: q_idx is the new token's, kv_idx the cached one's, counted from the start
-            of the sequence, in a ring too; b is the sequence. They come before the other options.
+            of the sequence, in a ring too; b is the sequence. They come before the other options. Over
+            integers c * tanh(score / c) alone runs as softcap=c, with its bits.
 
         Returns
         -------
@@ -221,7 +222,7 @@ class KVCache(Appending):
             if wanted is not None:
                 changes = check_changes(softcap, None, None, query.shape)
                 if functions:
-                    changes = with_functions(changes, score_mod, mask_mod, memory.longest)
+                    changes = with_functions(changes, score_mod, mask_mod, memory)
                 return self._equal_decode(memory, query, wanted, scale, splits, out, changes)
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
@@ -230,7 +231,7 @@ class KVCache(Appending):
         plan, c = memory.calls.plan(shape, scale, splits, memory.longest, changed)
         changes = check_changes(softcap, alibi_slopes, mask, shape) if changed else NOTHING
         if functions:
-            changes = with_functions(changes, score_mod, mask_mod, memory.longest)
+            changes = with_functions(changes, score_mod, mask_mod, memory)
         if sinks is not None:
             sinks = per_head("sinks", sinks, shape[1])
         wanted = (*shape[:-1], self.value_dim)

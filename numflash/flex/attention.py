@@ -18,7 +18,6 @@ from ..validation.options import IMPLS, NAMES, Options
 from .fused import Fused, fused_of
 from .masks import BlockMask
 from .prepared import prepare
-from .soft_cap import soft_cap
 
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 OPTIONS = tuple(
@@ -80,8 +79,7 @@ def _with_option(
     """An INT8 problem with its own option in place of a score function of the same meaning."""
     if score_mod is None or problem.precision != "int8":
         return problem, score_mod
-    score = prepare(score_mod, None).score
-    cap = 0.0 if score is None else soft_cap(score)
+    cap = prepare(score_mod, None).cap
     return (replace(problem, softcap=cap), None) if cap else (problem, score_mod)
 
 

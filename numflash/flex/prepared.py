@@ -15,6 +15,7 @@ from .gradient import derivative
 from .graph import INDICES, Graph, Node, Untraceable, reachable
 from .identity import identity
 from .intervals import Axis, Interval, Intervals
+from .soft_cap import soft_cap
 from .tracing import Capture, record
 
 KEPT = 256
@@ -69,6 +70,11 @@ class Prepared:
                 ) from None
             self._slope = found
         return self._slope
+
+    @functools.cached_property
+    def cap(self) -> float:
+        """The cap where all that they do is a soft cap, else 0."""
+        return soft_cap(self.score) if self.score is not None and self.mask is None else 0.0
 
     def roots(self) -> list[Node]:
         return [x for x in (self.score, self.mask) if x is not None]

@@ -13,6 +13,7 @@ from numflash.cache.decoding import cap_shift
 from numflash.cache.exact import positions
 from numflash.cache.kvcache import KVCache
 from numflash.errors import ArgumentError, ArgumentTypeError
+from numflash.jit import target
 
 SLOPES = np.array([0.5, 0.25, 0.03, 2.0], np.float32)
 SINKS = np.array([-1.0, 0.0, 2.0, 5.0], np.float32)
@@ -26,6 +27,11 @@ CASES = {
     "tree": {"mask": TREE},
     "all": {"softcap": 3.0, "alibi_slopes": SLOPES, "sinks": SINKS, "mask": TREE},
 }
+
+
+def of_every_isa():
+    first, *others = target.available()
+    return [first, *(pytest.param(isa, marks=pytest.mark.slow) for isa in others)]
 
 
 def oracle(query, key, value, mask=None, window=None, **options):
@@ -65,26 +71,47 @@ def test_in_a_ring(dtype):
         assert relative(out, exact) <= (2e-5 if dtype == "float32" else 0.03)
 
 
-@pytest.mark.parametrize("smooth", [False, True])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_int8_has_the_bits_of_the_model(smooth, splits):
-    cache, _, _ = filled(300, 3, smooth=smooth)
+@pytest.mark.parametrize("isa", of_every_isa())
+@pytest.mark.parametrize(
+    ("smooth", "splits", "softcap", "slopes", "mask"),
+    [
+        (False, 1, 3.0, SLOPES, TREE),
+        (True, 3, 3.0, SLOPES, TREE),
+        (True, 1, 3.0, None, None),  # from here on whole blocks are changed in one pass
+        (False, 3, 0.0, SLOPES, None),
+        (True, 1, 3.0, SLOPES * (1, 0, 1, 1), None),
+    ],
+)
+def test_int8_has_the_bits_of_the_model(isa, smooth, splits, softcap, slopes, mask):
+    cache, _, _ = filled(300, 3, smooth=smooth, isa=isa)
     query = draw((B, H, 4, D), 9)
-    out = cache.decode(query, splits=splits, softcap=3.0, alibi_slopes=SLOPES, mask=TREE)
+    out = cache.decode(query, splits=splits, softcap=softcap, alibi_slopes=slopes, mask=mask)
     seen = np.arange(300)[None] <= np.arange(4)[:, None] + 296
     away = np.abs(np.arange(300)[None] - np.arange(4)[:, None] - 296)
-    seen[:, 296:] &= TREE
+    if mask is not None:
+        seen[:, 296:] &= mask
     shift = (
-        cap_shift(query, cache._open().offset, D**-0.5, 3.0)
+        cap_shift(query, cache._open().offset, D**-0.5, softcap)
         if smooth
         else np.zeros((B, H, 4), np.float32)
     )
     for b in range(B):
-        change = reference.decode_change(3.0, SLOPES, shift[b], away)
+        change = reference.decode_change(softcap, slopes, shift[b], away)
         q = reference.decode_query(query[b])
         k, v = cache.quantized(b)
         exact, _, _ = reference.integer_decode(q, k, v, D**-0.5, seen, splits, change)
         np.testing.assert_array_equal(out[b], exact)
+
+
+def test_a_token_that_is_not_finite_spoils_the_rows_that_attend_to_it():
+    cache, key, value = filled(256)
+    key[0, 1, 40], value[1, 0, 200] = np.nan, np.inf
+    cache.reset()
+    cache.append(key, value)
+    out = cache.decode(draw((B, H, 1, D), 1), softcap=3.0)
+    spoiled = np.isnan(out).any((2, 3)).reshape(B, G, -1)
+    np.testing.assert_array_equal(spoiled.all(2), [[False, True], [True, False]])
+    np.testing.assert_array_equal(spoiled.any(2), spoiled.all(2))
 
 
 def test_a_masked_token_that_is_not_finite_is_not_attended_to():

@@ -179,6 +179,25 @@ def test_together_with_the_other_options():
         check(found, oracle(query, KEY, VALUE, both, g.documents), CLOSE[dtype])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"smooth": True}, pytest.param({"dtype": "int4"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_soft_cap_function_has_the_bits_of_the_option(options):
+    cache = numflash.KVCache(B, KV, D, 256, **options)
+    cache.append(KEY, VALUE)
+    query = 3 * rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+    slopes = np.full(H, 0.25)
+    for others in ({}, {"alibi_slopes": slopes, "return_lse": True}):
+        found = cache.decode(query, score_mod=lambda s, *at: 2.5 * np.tanh(s / 2.5), **others)
+        wanted = cache.decode(query, softcap=2.5, **others)
+        np.testing.assert_array_equal(found[0], wanted[0])
+    twice = cache.decode(query, softcap=1.5, score_mod=lambda s, *at: 2.5 * np.tanh(s / 2.5))
+    assert np.abs(twice - cache.decode(query, softcap=2.5)).max() > 1e-3
+    assert np.abs(twice - cache.decode(query, softcap=1.5)).max() > 1e-3
+
+
 def test_rows_before_the_sequence_and_arrays_that_are_too_short():
     cache = numflash.KVCache(B, KV, D, 256, "float32")
     cache.append(KEY[:, :, :4], VALUE[:, :, :4], counts=[2, 4])

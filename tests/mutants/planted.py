@@ -464,6 +464,30 @@ MUTANTS = [
         "tests/cpu/test_decode_int4.py -k storage",
     ),
     Mutant(
+        "cpu/decode/row_changes.py",
+        "x = b.fadd(b.fmul(x, inverse), shift)",
+        "x = b.fmul(x, inverse)",
+        "tests/cpu/test_decode_options.py -k bits",
+    ),
+    Mutant(
+        "cpu/decode/integer_blocks.py",
+        "fx.QUERY_ONE if packed == 1 else fx.CODE_QUERY_ONE",
+        "fx.QUERY_ONE",
+        "tests/cpu/test_decode_int4.py -k eight",
+    ),
+    Mutant(
+        "cache/decode_options.py",
+        " and not changes.softcap",
+        "",
+        "tests/flex/test_decode_functions.py -k soft_cap",
+    ),
+    Mutant(
+        "machinecode/codegen.py",
+        "types.pop(reference, None)",
+        "pass",
+        "tests/test_codegen.py -k typed_where",
+    ),
+    Mutant(
         "cpu/decode/shared_values.py",
         "shuffle(b, x, y, low), shuffle(b, x, y, high)",
         "shuffle(b, x, y, high), shuffle(b, x, y, low)",

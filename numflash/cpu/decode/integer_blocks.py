@@ -15,6 +15,7 @@ from .append import quantize_row
 from .changes import attends_to_bad, change_floats, hide_masked, position_of, row_options
 from .functions import head_of, make_apply_to_integers, make_apply_to_row, row_conversions
 from .products import make_block, make_matrix_block
+from .row_changes import make_change_row
 from .slots import hide, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
 from .task_data import UNSEEN
@@ -37,6 +38,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
     )
     apply_to_integers, apply_to_row = make_apply_to_integers(tile), make_apply_to_row(tile)
     to_floats, to_integers = row_conversions(tile)
+    change_row = make_change_row(tile)
     ahead = tile.ahead
     scales, packed, size, group = tile.scales, tile.packed, tile.size, tile.group
     q_offset = tile.q_offset
@@ -132,16 +134,16 @@ def make_integers(tile: Tile, rows: int, changed: bool):
                 prefetch_line(following + 64 * line)
 
     @bare(forceinline=True)
-    def takes_functions_only(blocks, s, at):
-        """Whether `take_functions` may take these blocks."""
-        changed_further = s.cap[0] > F(0) or s.slopes.size > 0 or s.mask.size > 0
+    def takes_whole(blocks, s, at):
+        """Whether `take_whole_changed` may take these blocks."""
+        options = s.cap[0] > F(0) or s.slopes.size > 0
         in_turn = at.length <= at.sinks + at.ring
         whole = blocks.inside and blocks.n == KEY_BLOCK
-        return s.function != 0 and whole and in_turn and not changed_further
+        return whole and in_turn and s.mask.size == 0 and (s.function == 0) == options
 
     @bare(forceinline=True)
-    def take_functions(blocks, query):
-        """`take_changed` of whole blocks in which functions are all there is."""
+    def take_whole_changed(blocks, query):
+        """`take_changed` of whole blocks whose scores functions change, or soft cap and ALiBi."""
         words, columns = query.words.shape[2], query.o.shape[1]
         place = address(blocks.data) + blocks.base
         q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
@@ -149,9 +151,15 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         function, shift = Function(s.function, s.frame), s.shift[at.b, at.g]
         for i in range(blocks.count):
             some_bad, unit = score_block(place, KEY_BLOCK, q_at, words, work_at)
+            token = blocks.first + i * KEY_BLOCK
             for r in range(query.real):
                 ask_for_next(place, words, r)
-                head, token = head_of(at, shift.size, r), blocks.first + i * KEY_BLOCK
+                if s.function == 0:
+                    change_row(work_at, r, row_options(s, at, r), token)
+                    if some_bad:
+                        query.spoiled[r] = 1
+                    continue
+                head = head_of(at, shift.size, r)
                 corner = Corner(at.b, head, position_of(at, r), token)
                 moved = shift[at.row + r]
                 if apply_to_row(work_at, r, place, some_bad, function, corner, moved):
@@ -166,8 +174,8 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n
         q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
         s, at = query.options, query.rows
-        if takes_functions_only(blocks, s, at):
-            take_functions(blocks, query)
+        if takes_whole(blocks, s, at):
+            take_whole_changed(blocks, query)
             return
         for i in range(blocks.count):
             base, first = blocks.base + i * blocks.step, blocks.first + i * KEY_BLOCK

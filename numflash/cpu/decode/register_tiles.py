@@ -173,15 +173,12 @@ def score_tile(tile: Tile, rows: int):
 
 def rounded_scores(b, tile: Tile, x, key_scale, row_scale):
     """float32 sums to int32 Q8.8 scores, HIDDEN where the key's scale is NaN."""
-    return tile.to_int(b, _limit(b, b.fmul(b.fmul(x, key_scale), row_scale)))
+    return limited(b, tile, b.fmul(b.fmul(x, key_scale), row_scale))
 
 
-def _limit(b, x):
-    """Scores cut at +-T_LIMIT; NaN stays NaN."""
-    for sign, test in ((1.0, ">"), (-1.0, "<")):
-        bound = constant(x.type, sign * float(T_LIMIT))
-        x = b.select(b.fcmp_ordered(test, x, bound), bound, x)
-    return x
+def limited(b, tile: Tile, x):
+    """float32 Q8.8 scores cut at +-T_LIMIT, then int32; HIDDEN of NaN."""
+    return tile.to_int(b, tile.vectors.clamp(b, x, float(T_LIMIT)))
 
 
 @functools.cache

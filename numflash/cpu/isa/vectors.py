@@ -325,7 +325,10 @@ class Isa(Vectors):
 
     def clamp(self, b: ir.IRBuilder, x, limit: float) -> Any:
         """float32 cut at +-limit; NaN stays NaN."""
-        raise NotImplementedError
+        for sign, test in ((1.0, ">"), (-1.0, "<")):
+            bound = self.fill(b, x.type, sign * limit)
+            x = b.select(b.fcmp_ordered(test, x, bound), bound, x)
+        return x
 
     def shift_right(self, b: ir.IRBuilder, x, n) -> Any:
         """uint16 x >> n per lane, n up to 255; 16 or more gives 0."""

@@ -125,12 +125,6 @@ class X86(Isa):
         order = [lane // w * 2 * w + lane % w for lane in range(lanes)]
         return shuffle(b, x, y, order), shuffle(b, x, y, [key + w for key in order])
 
-    def clamp(self, b: ir.IRBuilder, x, limit: float):
-        for sign, test in ((1.0, ">"), (-1.0, "<")):
-            bound = self.fill(b, x.type, sign * limit)
-            x = b.select(b.fcmp_ordered(test, x, bound), bound, x)
-        return x
-
     def multiply_high(self, b: ir.IRBuilder, x, y):
         """By name: LLVM takes the pattern apart where shifts or narrower parts of it follow."""
         name = "avx512.pmulhu.w.512" if self.lanes == 16 else "avx2.pmulhu.w"
