@@ -10,7 +10,7 @@ from oracles import draw, qkv
 
 import numflash
 from numflash import reference
-from numflash.cpu import launch_int8
+from numflash.cpu import general_int8, launch_int8
 from numflash.cpu.int8 import call, quantize_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import guard, memory, target, threads
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 def operands(x):
-    """The arrays of `launch_int8.Operands`, by name."""
+    """The arrays of `general_int8.Operands`, by name."""
     keys = {f"keys.{name}": a for name, a in x.keys._asdict().items()}
     return {"query": x.query, "query_scale": x.query_scale, "values": x.values, **keys}
 
@@ -53,7 +53,7 @@ def check(p, isa):
     if guard.ON:
         pytest.skip("reads one block of scratch memory; guard gives each array its own")
     plan, general = launch_int8.Int8Plan(p, isa), quantize_problem(p)
-    want = launch_int8.from_integers(general, isa)
+    want = general_int8.from_integers(general, isa)
     room = memory.Room(plan.layout.nbytes)
     room.array[:] = 0xFF
     out = np.empty((*p.shape[:2], p.shape[3], p.shape[6]), np.float32)

@@ -51,7 +51,7 @@ WIDE_SCORES, HIDDEN_BLOCKS = "cpu/int8/wide_scores.py", "cpu/int8/hidden_blocks.
 FLASH_FLOAT = "cpu/floats/flash_float.py"
 FUNCTION_SCORES = "cpu/int8/function_scores.py"
 CALL_INT8 = "cpu/int8/call.py"
-LAUNCH_INT8 = "cpu/launch_int8.py"
+LAUNCH_INT8, GENERAL_INT8 = "cpu/launch_int8.py", "cpu/general_int8.py"
 STREAM, STREAM_TESTS = "cpu/int8/amx_stream.py", "tests/cpu/test_amx_stream.py"
 STREAM_PIECES = "cpu/int8/amx_stream_pieces.py"
 QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py"
@@ -100,8 +100,8 @@ MUTANTS = [
     ),
     Mutant(FLOAT_WEIGHTS, "SIXTEEN = 16 << 8", "SIXTEEN = 12 << 8", FLOAT_VALUES),
     Mutant(FLOAT_WEIGHTS, '"usub.sat", bits, below', '"usub.sat", bits, word(0)', FLOAT_VALUES),
-    Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
-    Mutant(LAUNCH_INT8, "one = fx.WEIGHT_ONE[problem.pv]", "one = fx.P_ONE", INT8),
+    Mutant(GENERAL_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
+    Mutant(GENERAL_INT8, "one = fx.WEIGHT_ONE[problem.pv]", "one = fx.P_ONE", INT8),
     Mutant(
         "cpu/int8/microkernels.py",
         "b.shl(x, isa.fill(b, i32s, 8)) for row in high",

@@ -1,0 +1,185 @@
+"""INT8 attention on operands of all kinds, array by array: quantised tensors, packed and attended to.
+
+What `launch_int8.Int8Plan` does in one compiled call for most operands, and leaves to this for others
+and for scores beyond int16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from ..interop.arrays import convert, widen
+from ..jit.memory import fresh
+from ..numerics import fixedpoint as fx
+from ..numerics.quantization import float_values, quantize_problem
+from ..numerics.scores import (
+    cap_shift,
+    combined_scale,
+    largest,
+    log_sum_exp,
+    row_shift,
+    score_unit,
+)
+from ..tiling import chosen
+from ..validation import Problem
+from .int8 import amx_stream, arguments, flash_int8, portable
+from .int8.call import MOST, most_score
+from .int8.first_keys import FirstKeys, first_keys, no_first_keys
+from .int8.packing import bfloat16_pairs, float_rows, pack_keys, pack_values
+from .int8.wide_rows import floats_of
+from .isa.isas import VECTOR_ISAS, padded
+from .launch_float import NO_LIMIT, compact, functions_of, heads
+from .semantics import Semantics
+
+F = np.float32
+
+
+class Operands(NamedTuple):
+    """What the kernels take, for N query heads and Nkv KV heads.
+
+    query : (N, L, D) int8;  query_scale : (N, L) float32, in Q8.8 or units of the softcap
+    keys : `PackedKeys`, or what `portable` takes;  values : as packed;  first : the first keys
+    value_scale : (Nkv, Dv) float32
+    most : no score is larger than this
+    cap_shift, row_shift : functions f() of `scores`, for options that need them
+    """
+
+    query: np.ndarray
+    query_scale: np.ndarray
+    keys: Any
+    values: np.ndarray
+    first: FirstKeys
+    value_scale: np.ndarray
+    most: float
+    cap_shift: Callable[[], np.ndarray | None]
+    row_shift: Callable[[], np.ndarray | None]
+
+
+def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Semantics:
+    """The options of a problem as the kernels take them; scores are in Q8.8 (256 per octave).
+
+    extreme : scores may be too large to be rounded to int16 at once;  shift : `scores.cap_shift`
+        where there is a softcap
+    """
+    nb, nh, _, length, _, _, _ = problem.shape
+    has_mask = problem.mask is not None
+    has_bias = problem.bias is not None
+    slopes = problem.alibi_slopes
+    return Semantics(
+        NO_LIMIT if problem.left is None else problem.left,
+        NO_LIMIT if problem.right is None else problem.right,
+        np.asarray(problem.diagonal, np.int64),
+        np.asarray(problem.key_lengths, np.int64),
+        extreme or has_mask or has_bias or bool(problem.softcap) or slopes is not None,
+        compact(problem.mask, np.uint8),
+        compact(problem.bias, F),
+        has_mask,
+        has_bias,
+        F(problem.softcap) * fx.LOG2E_Q8,
+        np.zeros((nb, nh, length) if problem.softcap else (1, 1, 1), F) if shift is None else shift,
+        np.zeros((1, 1), F)
+        if slopes is None
+        else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8),
+        extreme,
+        functions_of(problem),
+    )
+
+
+def from_integers(problem: Problem, isa: str) -> Operands:
+    """Operands of QuantizedTensors, packed."""
+    q = problem.query
+    k = problem.key
+    v = problem.value
+    dv = problem.shape[6]
+    cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
+    unit = score_unit(problem.scale, problem.softcap)
+    precise = problem.pv in fx.FLOAT_VALUES
+    if precise:
+        v, units, bad = float_values(v)
+        if problem.pv == "bf16":
+            v = convert(v, "bfloat16")
+        v_scale = units.reshape(-1, dv)
+    else:
+        v_scale, bad = heads(v.scale)[:, 0], v.nonfinite
+    if bad is not None:
+        ck = np.where(bad, F(np.nan), ck)
+    if isa == "portable":
+        keys: Any = portable.pad_keys(heads(k.data)), portable.pad_keys(heads(ck))
+        values = (
+            portable.arrange_values(heads(widen(v)), heads(bad))
+            if precise
+            else portable.arrange_values(heads(v.data))
+        )
+        columns = padded(dv, portable.NR)
+    else:
+        keys = pack_keys(isa, heads(k.data), heads(ck))
+        if not precise:
+            values = pack_values(isa, heads(v.data))
+        elif floats_of(isa, problem.pv).group == 2:
+            values = bfloat16_pairs(isa, heads(v))
+        else:
+            values = float_rows(isa, heads(widen(v)), heads(bad))
+        columns = values.shape[1] // max(1, keys.start.shape[1])
+    if precise:
+        first = no_first_keys(len(v_scale), columns)
+    else:
+        lows = (None if t.low is None else heads(t.low) for t in (k, v))
+        first = first_keys(
+            heads(k.data), heads(v.data), heads(ck), lows, columns, problem.first_keys
+        )
+    return Operands(
+        heads(q.data),
+        heads(cq),
+        keys,
+        values,
+        first,
+        v_scale,
+        most_score.py_func(unit, largest(q.scale), largest(k.scale), problem.shape[5]),
+        lambda: cap_shift(problem),
+        lambda: row_shift(q, k.offset, problem.scale),
+    )
+
+
+def stream_of(problem: Problem, isa: str) -> int:
+    """The address of the software-pipelined stream for these head sizes, or 0 where there is none."""
+    if not VECTOR_ISAS[isa].tiled or problem.pv != "int8":
+        return 0
+    changed = problem.functions is not None and problem.functions.changes_scores
+    return amx_stream.address_of(problem.shape[5], problem.shape[6], changed)
+
+
+def run_general(
+    problem: Problem, isa: str, shaped: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The same for operands of all kinds; out is `shaped`, contiguous (B, H, L, Dv) float32."""
+    if isinstance(problem.query, np.ndarray):
+        problem = quantize_problem(problem)
+    isa, rows = chosen(isa)
+    x = from_integers(problem, isa)
+    nb, nh, nkv, length, s, _, dv = problem.shape
+    options = semantics(problem, x.most >= MOST, x.cap_shift() if problem.softcap else None)
+    n = nb * nh
+    out = shaped.reshape(n, length, dv)
+    m = fresh((n, length), np.int32)
+    l = fresh((n, length), F)
+    if isa == "portable":
+        attend, stream = portable.make_attend(problem.pv), 0
+    else:
+        attend, stream = flash_int8.make_attend(isa, problem.pv, *rows), stream_of(problem, isa)
+    attend(
+        arguments.Operands(x.query, x.query_scale, x.keys, x.values, x.first, x.value_scale),
+        options,
+        arguments.Sizes(nh, nkv, s, numba.get_num_threads(), stream),
+        np.zeros(1, np.int64),
+        arguments.Results(out, m, l),
+    )
+    if not problem.return_lse and problem.sinks is None:
+        return shaped, None
+    shift = x.row_shift() if problem.smooths else None
+    rows = nb, nh, length
+    one = fx.WEIGHT_ONE[problem.pv]
+    return shaped, log_sum_exp(m.reshape(rows), l.reshape(rows), shift, one)
