@@ -33,6 +33,20 @@ class EqualSteps(NamedTuple):
     shape: tuple[int, ...]
 
 
+class EqualDecodes(NamedTuple):
+    """Plain calls of `KVCache.decode` with a query of the same shape, of which one has succeeded.
+
+    shape : of the result (B, H, L, Dv)
+    lengths : of the longest sequence, for which the next two hold
+    plan, c : of a query alone, as `Calls.plan` gives them
+    """
+
+    shape: tuple[int, ...]
+    lengths: range = range(0)
+    plan: Any = None
+    c: np.float32 = F(0)
+
+
 class Calls:
     """Plans for one layout and batch, made when first needed.
 
@@ -41,7 +55,7 @@ class Calls:
     shapes : shapes of key and value that `append` has accepted: their tokens
     steps : captured steps on a card, by plan and factor
     equal : what equal calls of `KVCache.step` have in common, by the shapes of query, key and value
-    results : shape of the result of a plain `KVCache.decode`, by the query's; of calls that succeeded
+    decodes : what equal calls of `KVCache.decode` have in common, by the shape of the query
     """
 
     def __init__(self, backend: Backend, layout: Layout, settings: Settings, batch: int) -> None:
@@ -49,7 +63,7 @@ class Calls:
         self.shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}
         self.steps: dict[tuple[Plan, float], Any] = {}
         self.equal: dict[tuple[Any, ...], EqualSteps] = {}
-        self.results: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.decodes: dict[tuple[int, ...], EqualDecodes] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._calls: dict[tuple[Any, ...], tuple[Plan, np.float32]] = {}
 
@@ -80,9 +94,20 @@ class Calls:
         self._calls[call] = made
         return made
 
+    def keep_decode(
+        self, shape: tuple[int, ...], wanted: tuple[int, ...], longest: int
+    ) -> tuple[Plan, np.float32]:
+        """`plan` for a query alone, kept in `decodes` for a range of lengths.
+
+        shape, wanted : of the query and of the result
+        """
+        plan, c = self.plan(shape, None, None, longest)
+        self.decodes[shape] = EqualDecodes(wanted, self.layout.alike(longest, self.batch), plan, c)
+        return plan, c
+
     def forget(self) -> None:
         """Drop the prepared calls and their buffers."""
-        for prepared in (self._plans, self._calls, self.steps, self.equal, self.results):
+        for prepared in (self._plans, self._calls, self.steps, self.equal, self.decodes):
             prepared.clear()
 
     def _make(

@@ -22,7 +22,7 @@ from ..interop.arguments import choice, flag
 from ..interop.arrays import convert, to_float32
 from .appending import Appending
 from .arguments import FLOAT32, floats, integer, is_float32, output
-from .calls import EqualSteps
+from .calls import EqualDecodes, EqualSteps
 from .decode_options import (
     NOTHING,
     Changes,
@@ -218,12 +218,14 @@ class KVCache(Appending):
         plain = return_lse is False and sinks is None and not options
         plain = plain and not (changed and self.smooth)
         if plain and is_float32(query):
-            wanted = memory.calls.results.get(query.shape)
-            if wanted is not None:
-                changes = check_changes(softcap, None, None, query.shape)
+            equal = memory.calls.decodes.get(query.shape)
+            if equal is not None:
+                changes = NOTHING
+                if changed:
+                    changes = check_changes(softcap, None, None, query.shape)
                 if functions:
                     changes = with_functions(changes, score_mod, mask_mod, memory)
-                return self._equal_decode(memory, query, wanted, scale, splits, out, changes)
+                return self._equal_decode(memory, query, equal, scale, splits, out, changes)
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
         if len(shape) == 4 and shape[2] > 1:
@@ -245,7 +247,7 @@ class KVCache(Appending):
             if sinks is not None:
                 result[...], lse = with_sinks(result, lse, sinks)
         if plain and self.device == "cpu" and (shape[2] == 1 or self.window is None):
-            memory.calls.results[shape] = wanted
+            memory.calls.decodes[shape] = EqualDecodes(wanted)
         exported: Any = result
         if taken is not None and out is None:
             dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
@@ -278,7 +280,7 @@ class KVCache(Appending):
     def _equal_decode(
         memory: Memory,
         query: np.ndarray,
-        wanted: tuple[int, ...],
+        equal: EqualDecodes,
         scale: Any,
         splits: Any,
         out: np.ndarray | None,
@@ -287,14 +289,20 @@ class KVCache(Appending):
         """A plain call like one before, but for functions and a soft cap: `scale`, `splits` and
         `out` are still to be checked.
         """
-        plan, c = memory.calls.plan(query.shape, scale, splits, memory.longest, changes.any)
-        if out is None:
-            result = np.empty(wanted, FLOAT32)
+        longest, changed = memory.longest, changes is not NOTHING
+        if scale is not None or splits is not None or changed:
+            plan, c = memory.calls.plan(query.shape, scale, splits, longest, changed)
+        elif longest in equal.lengths:
+            plan, c = equal.plan, equal.c
         else:
-            result = output(out, wanted)
+            plan, c = memory.calls.keep_decode(query.shape, equal.shape, longest)
+        if out is None:
+            result = np.empty(equal.shape, FLOAT32)
+        else:
+            result = output(out, equal.shape)
             if np.may_share_memory(result, query):
                 query = query.copy()  # it is read again after `out` is written
-        if changes.any:
+        if changed:
             plan.change(changes, None)
         plan(query, c, memory.store, result)
         redo(memory, plan, query, scale, result, changes)

@@ -76,6 +76,10 @@ class Layout(Protocol):
         """(workers, key blocks of the longest sequence): what the number of splits depends on."""
         ...
 
+    def alike(self, longest: int, batch: int) -> range:
+        """Lengths of the longest sequence for which `call` says the same, or none."""
+        ...
+
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""
         ...

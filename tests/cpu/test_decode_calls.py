@@ -105,3 +105,39 @@ def test_more_calls_than_are_kept():
         scale = 0.1 + n / 1000
         wanted = exact(query, key, value, scale)
         np.testing.assert_allclose(cache.decode(query, scale=scale), wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"window": 200, "sinks": 5}], ids=str)
+def test_lengths_that_are_alike(batch, options):
+    """One thread, so many blocks: for every length of the range, and for none outside of it."""
+    layout = numflash.KVCache(batch, KV_HEADS, D, 5000, **options)._open().layout
+    serial = layout.limits[0] // batch
+    with numflash.num_threads(2):
+        for longest in (0, 1, 127, 128, 129, 204, 205, 206, 4000, serial - 1, serial, serial + 1):
+            lengths = layout.alike(longest, batch)
+            assert (longest in lengths) == (longest <= serial)
+            for n in (*lengths[:1], *lengths[-1:]):
+                assert layout.call(n, batch) == layout.call(longest, batch)
+            beyond = layout.call(lengths.stop, batch) if lengths else (0, 0)
+            assert beyond != layout.call(longest, batch)
+
+
+def test_an_equal_call_follows_the_length():
+    """Token by token over the end of a block, and cut again: as a cache that was never asked before."""
+    query = normal(1, HEADS, 1, D)
+    key, value = (normal(1, KV_HEADS, 260, D) for _ in range(2))
+    cache = numflash.KVCache(1, KV_HEADS, D, 300)
+    cache.append(key[:, :, :126], value[:, :, :126])
+    for n in range(126, 260):
+        got = cache.decode(query)
+        if n % 64 == 0 or 126 <= n < 131 or 254 <= n < 258:
+            fresh = numflash.KVCache(1, KV_HEADS, D, 300)
+            fresh.append(key[:, :, :n], value[:, :, :n])
+            np.testing.assert_array_equal(got, fresh.decode(query))
+            np.testing.assert_array_equal(cache.decode(query, scale=D**-0.5), got)
+        cache.append(key[:, :, n : n + 1], value[:, :, n : n + 1])
+    cache.truncate(100)
+    fresh = numflash.KVCache(1, KV_HEADS, D, 300)
+    fresh.append(key[:, :, :100], value[:, :, :100])
+    np.testing.assert_array_equal(cache.decode(query), fresh.decode(query))
