@@ -13,7 +13,16 @@ pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
 from numflash.cpu import decode_layout, launch_decode
-from numflash.cpu.decode import append, append_int4, flash_decode, functions, register_tiles, tiles
+from numflash.cpu.decode import (
+    append,
+    append_int4,
+    changes,
+    flash_decode,
+    functions,
+    register_tiles,
+    row_changes,
+    tiles,
+)
 from numflash.cpu.isa.vectors import address
 from numflash.errors import UnsupportedError
 from numflash.machinecode import assembly, export
@@ -61,6 +70,31 @@ def test_scores_of_a_row_become_floats_and_integers_again(isa, cpu):
     assert list(met) == [0, 1]
     seen = np.arange(2 * KEY_BLOCK) != KEY_BLOCK + 100  # NaN becomes any number
     assert np.array_equal(real.view(np.int32).ravel()[seen], wanted.ravel()[seen])
+
+
+@pytest.mark.parametrize(("isa", "cpu"), MACHINES)
+def test_soft_cap_and_slopes_of_a_row(isa, cpu):
+    change_row = row_changes.make_change_row(tile(isa))
+
+    @numba.njit
+    def run(scores, numbers, position, first):
+        for r in range(3):
+            cap, inverse, shift, slope = numbers[r]
+            row = changes.RowOptions(position, cap, inverse, shift, slope)
+            change_row(address(scores), r, row, first)
+
+    f = np.float32
+    scores = np.random.default_rng(0).integers(-(2**15), 2**15, (3, KEY_BLOCK)).astype(np.int32)
+    cap, slope = f(30) * fixedpoint.LOG2E_Q8, f(0.3) * fixedpoint.LOG2E_Q8
+    numbers = np.array([[cap, 1 / cap, 0.5, slope], [cap, 1 / cap, -1, 0], [0, 0, 0, slope]], f)
+    away = np.abs(300 - 256 - np.arange(KEY_BLOCK)).astype(f)
+    wanted = []
+    for x, (cap, inverse, shift, slope) in zip(scores.astype(f), numbers, strict=True):
+        x = fixedpoint.softcap(f(x * inverse) + shift, cap) if cap else x
+        wanted.append(np.rint(x - slope * away))
+    signature = "void(int32[:, ::1], float32[:, ::1], int64, int64)"
+    Emulated(run, signature, cpu)(scores, numbers, 300, 256)
+    assert np.array_equal(scores, wanted)
 
 
 @pytest.mark.slow
