@@ -33,18 +33,18 @@ class EqualSteps(NamedTuple):
     shape: tuple[int, ...]
 
 
-class EqualDecodes(NamedTuple):
-    """Plain calls of `KVCache.decode` with a query of the same shape, of which one has succeeded.
+class LastCall(NamedTuple):
+    """The last prepared call without `scale` and `splits`.
 
-    shape : of the result (B, H, L, Dv)
-    lengths : of the longest sequence, for which the next two hold
-    plan, c : of a query alone, as `Calls.plan` gives them
+    shape : of the query;  changed : whether options change its scores
+    lengths : of the longest sequence, for which it is the same
+    made : what `Calls.plan` returns
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = ()
+    changed: bool = False
     lengths: range = range(0)
-    plan: Any = None
-    c: np.float32 = F(0)
+    made: Any = None
 
 
 class Calls:
@@ -55,7 +55,7 @@ class Calls:
     shapes : shapes of key and value that `append` has accepted: their tokens
     steps : captured steps on a card, by plan and factor
     equal : what equal calls of `KVCache.step` have in common, by the shapes of query, key and value
-    decodes : what equal calls of `KVCache.decode` have in common, by the shape of the query
+    results : shape of the result of a plain `KVCache.decode`, by the query's; of calls that succeeded
     """
 
     def __init__(self, backend: Backend, layout: Layout, settings: Settings, batch: int) -> None:
@@ -63,7 +63,8 @@ class Calls:
         self.shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}
         self.steps: dict[tuple[Plan, float], Any] = {}
         self.equal: dict[tuple[Any, ...], EqualSteps] = {}
-        self.decodes: dict[tuple[int, ...], EqualDecodes] = {}
+        self.results: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._last = LastCall()
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._calls: dict[tuple[Any, ...], tuple[Plan, np.float32]] = {}
 
@@ -81,8 +82,16 @@ class Calls:
         ------
         ArgumentError, ArgumentTypeError
         """
+        alone, last = scale is None and splits is None, self._last
+        if alone and longest in last.lengths and shape == last.shape and changed is last.changed:
+            return last.made
         workers, blocks = self.layout.call(longest, self.batch)
-        call = shape, scale, splits, workers, blocks, changed
+        made = self._find((shape, scale, splits, workers, blocks, changed))
+        if alone:
+            self._last = LastCall(shape, changed, self.layout.alike(longest, self.batch), made)
+        return made
+
+    def _find(self, call: tuple[Any, ...]) -> tuple[Plan, np.float32]:
         try:
             return self._calls[call]
         except TypeError:  # an array of one number, or what is refused now
@@ -94,21 +103,11 @@ class Calls:
         self._calls[call] = made
         return made
 
-    def keep_decode(
-        self, shape: tuple[int, ...], wanted: tuple[int, ...], longest: int
-    ) -> tuple[Plan, np.float32]:
-        """`plan` for a query alone, kept in `decodes` for a range of lengths.
-
-        shape, wanted : of the query and of the result
-        """
-        plan, c = self.plan(shape, None, None, longest)
-        self.decodes[shape] = EqualDecodes(wanted, self.layout.alike(longest, self.batch), plan, c)
-        return plan, c
-
     def forget(self) -> None:
         """Drop the prepared calls and their buffers."""
-        for prepared in (self._plans, self._calls, self.steps, self.equal, self.decodes):
+        for prepared in (self._plans, self._calls, self.steps, self.equal, self.results):
             prepared.clear()
+        self._last = LastCall()
 
     def _make(
         self,

@@ -22,7 +22,7 @@ from ..interop.arguments import choice, flag
 from ..interop.arrays import convert, to_float32
 from .appending import Appending
 from .arguments import FLOAT32, floats, integer, is_float32, output
-from .calls import EqualDecodes, EqualSteps
+from .calls import EqualSteps
 from .decode_options import (
     NOTHING,
     Changes,
@@ -218,14 +218,14 @@ class KVCache(Appending):
         plain = return_lse is False and sinks is None and not options
         plain = plain and not (changed and self.smooth)
         if plain and is_float32(query):
-            equal = memory.calls.decodes.get(query.shape)
-            if equal is not None:
+            wanted = memory.calls.results.get(query.shape)
+            if wanted is not None:
                 changes = NOTHING
                 if changed:
                     changes = check_changes(softcap, None, None, query.shape)
                 if functions:
                     changes = with_functions(changes, score_mod, mask_mod, memory)
-                return self._equal_decode(memory, query, equal, scale, splits, out, changes)
+                return self._equal_decode(memory, query, wanted, scale, splits, out, changes)
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
         if len(shape) == 4 and shape[2] > 1:
@@ -247,7 +247,7 @@ class KVCache(Appending):
             if sinks is not None:
                 result[...], lse = with_sinks(result, lse, sinks)
         if plain and self.device == "cpu" and (shape[2] == 1 or self.window is None):
-            memory.calls.decodes[shape] = EqualDecodes(wanted)
+            memory.calls.results[shape] = wanted
         exported: Any = result
         if taken is not None and out is None:
             dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
@@ -280,7 +280,7 @@ class KVCache(Appending):
     def _equal_decode(
         memory: Memory,
         query: np.ndarray,
-        equal: EqualDecodes,
+        wanted: tuple[int, ...],
         scale: Any,
         splits: Any,
         out: np.ndarray | None,
@@ -289,17 +289,12 @@ class KVCache(Appending):
         """A plain call like one before, but for functions and a soft cap: `scale`, `splits` and
         `out` are still to be checked.
         """
-        longest, changed = memory.longest, changes is not NOTHING
-        if scale is not None or splits is not None or changed:
-            plan, c = memory.calls.plan(query.shape, scale, splits, longest, changed)
-        elif longest in equal.lengths:
-            plan, c = equal.plan, equal.c
-        else:
-            plan, c = memory.calls.keep_decode(query.shape, equal.shape, longest)
+        changed = changes is not NOTHING
+        plan, c = memory.calls.plan(query.shape, scale, splits, memory.longest, changed)
         if out is None:
-            result = np.empty(equal.shape, FLOAT32)
+            result = np.empty(wanted, FLOAT32)
         else:
-            result = output(out, equal.shape)
+            result = output(out, wanted)
             if np.may_share_memory(result, query):
                 query = query.copy()  # it is read again after `out` is written
         if changed:
