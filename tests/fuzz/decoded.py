@@ -119,8 +119,9 @@ def decoded(
             dots = (q @ key.swapaxes(1, 2)) * scale
             x = np.clip(dots, -oracle.INT8_LIMIT, oracle.INT8_LIMIT)
             error = 0.0014 + 12 * EPS * np.abs(x)
-            # a query is rounded to 15 bits and a sign
-            top = np.abs(q).max(-1, keepdims=True, initial=0) / (25000 if turns else 30000)
+            # a query is rounded to whole numbers up to 16256, beside codes up to 127
+            steps = 220 if four_bits else 25000 if turns else 30000
+            top = np.abs(q).max(-1, keepdims=True, initial=0) / steps
             error = error + top * np.abs(key).sum(-1)[:, None] * abs(scale)
             if c["smooth"] and cap:
                 shift = (query @ offset.swapaxes(1, 2)) * scale
