@@ -129,7 +129,7 @@ class Layout:
         None where that depends on the number of threads.
         """
         serial_tokens, slots = self.limits
-        most = serial_tokens // batch
+        most = serial_tokens // max(1, batch)
         if longest > most:
             return range(0)
         if longest > slots:
