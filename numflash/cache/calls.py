@@ -37,13 +37,13 @@ class LastCall(NamedTuple):
     """The last prepared call without `scale` and `splits`.
 
     shape : of the query;  changed : whether options change its scores
-    lengths : of the longest sequence, for which it is the same
+    most : tokens of the longest sequence up to which it is the same; -1 if it depends on them
     made : what `Calls.plan` returns
     """
 
     shape: tuple[int, ...] = ()
     changed: bool = False
-    lengths: range = range(0)
+    most: int = -1
     made: Any = None
 
 
@@ -83,12 +83,13 @@ class Calls:
         ArgumentError, ArgumentTypeError
         """
         alone, last = scale is None and splits is None, self._last
-        if alone and longest in last.lengths and shape == last.shape and changed is last.changed:
+        if alone and longest <= last.most and shape == last.shape and changed is last.changed:
             return last.made
         workers, blocks = self.layout.call(longest, self.batch)
         made = self._find((shape, scale, splits, workers, blocks, changed))
         if alone:
-            self._last = LastCall(shape, changed, self.layout.alike(longest, self.batch), made)
+            most = self.layout.serial_tokens(self.batch)
+            self._last = LastCall(shape, changed, most if longest <= most else -1, made)
         return made
 
     def _find(self, call: tuple[Any, ...]) -> tuple[Plan, np.float32]:

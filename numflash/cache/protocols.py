@@ -76,8 +76,8 @@ class Layout(Protocol):
         """(workers, key blocks of the longest sequence): what the number of splits depends on."""
         ...
 
-    def alike(self, longest: int, batch: int) -> range:
-        """Lengths of the longest sequence for which `call` says the same, or none."""
+    def serial_tokens(self, batch: int) -> int:
+        """The longest sequence whose plan does not depend on its length; -1 for none."""
         ...
 
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:

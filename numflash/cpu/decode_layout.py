@@ -123,19 +123,9 @@ class Layout:
         held = longest if longest < slots else slots
         return 1 if longest * batch <= serial_tokens else count(), -(-held // KEY_BLOCK)
 
-    def alike(self, longest: int, batch: int) -> range:
-        """Lengths of the longest sequence, this one too, for which `call` says the same.
-
-        None where that depends on the number of threads.
-        """
-        serial_tokens, slots = self.limits
-        most = serial_tokens // max(1, batch)
-        if longest > most:
-            return range(0)
-        if longest > slots:
-            return range(slots, most + 1)
-        block = -(-longest // KEY_BLOCK) * KEY_BLOCK
-        return range(block - KEY_BLOCK + 1, min(block, slots, most) + 1)
+    def serial_tokens(self, batch: int) -> int:
+        """The longest sequence that one thread serves, in one split whatever its length."""
+        return self.limits[0] // max(1, batch)
 
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""

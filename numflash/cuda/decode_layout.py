@@ -204,9 +204,9 @@ class Layout:
             -min(longest, self.sinks + self.ring) // KEY_BLOCK
         )
 
-    def alike(self, longest: int, batch: int) -> range:
-        """None: a launch takes far longer than asking again."""
-        return range(0)
+    def serial_tokens(self, batch: int) -> int:
+        """No sequence: the number of splits depends on every length."""
+        return -1
 
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""

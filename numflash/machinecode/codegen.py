@@ -229,10 +229,11 @@ def code_generator(target: Target) -> Any:
 
 
 def _forget_methods() -> None:
-    """Make Numba's next type of any method a new one.
+    """Drop Numba's types of methods, so that it makes new ones.
 
-    It has one type for each, which types calls in the context that made it. While anything referred
-    to that of another context, a method called on the host would be code for another CPU.
+    Numba reuses the type of a method while anything refers to it, and such a type resolves calls in
+    the typing context in which it was made. Reused in another context, it would give a kernel of the
+    host a function that was compiled for another CPU.
     """
     types: Any = vars(abstract)["_typecache"]
     for reference in list(types):

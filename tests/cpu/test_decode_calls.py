@@ -108,19 +108,26 @@ def test_more_calls_than_are_kept():
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"window": 200, "sinks": 5}], ids=str)
-def test_lengths_that_are_alike(batch, options):
-    """One thread, so many blocks: for every length of the range, and for none outside of it."""
-    layout = numflash.KVCache(batch, KV_HEADS, D, 5000, **options)._open().layout
-    serial = layout.limits[0] // batch
+def test_plans_of_one_thread_and_of_two(batch):
+    """Short sequences have one thread and one split; the plan kept for them is not that of long ones."""
+    cache = numflash.KVCache(batch, KV_HEADS, D, 400)._open()
+    layout, shape = cache.layout, (batch, HEADS, 1, D)
+    serial = layout.serial_tokens(batch)
+
+    def sizes(longest):
+        plan, _ = cache.calls.plan(shape, None, None, longest)
+        return plan.sizes.workers, plan.sizes.splits
+
     with numflash.num_threads(2):
-        for longest in (0, 1, 127, 128, 129, 204, 205, 206, 4000, serial - 1, serial, serial + 1):
-            lengths = layout.alike(longest, batch)
-            assert (longest in lengths) == (longest <= serial)
-            for n in (*lengths[:1], *lengths[-1:]):
-                assert layout.call(n, batch) == layout.call(longest, batch)
-            beyond = layout.call(lengths.stop, batch) if lengths else (0, 0)
-            assert beyond != layout.call(longest, batch)
+        for longest in (1, 128, 129, serial):
+            assert sizes(longest) == (1, 1)
+            assert layout.splits(batch, HEADS, *layout.call(longest, batch)) == 1
+        for _ in range(2):
+            assert sizes(serial + 1)[0] == 2
+            assert sizes(serial) == (1, 1)
+        assert sizes(serial + 1)[0] == 2
+    with numflash.num_threads(1):
+        assert sizes(serial + 1)[0] == 1
 
 
 def test_an_equal_call_follows_the_length():

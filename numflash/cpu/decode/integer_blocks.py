@@ -43,7 +43,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
     scales, packed, size, group = tile.scales, tile.packed, tile.size, tile.group
     q_offset = tile.q_offset
     two_planes = tile.planes == 2 and packed == 1
-    last = tile.query_planes - 1
+    last = tile.query_planes - 1  # where a query that is not split goes; AMX takes a low plane last
     most = F(fx.QUERY_ONE if packed == 1 else fx.CODE_QUERY_ONE)
     shared = tile.shared
     word = {4: np.int8, 2: np.int16, 1: np.int32}[tile.group]
@@ -135,11 +135,11 @@ def make_integers(tile: Tile, rows: int, changed: bool):
 
     @bare(forceinline=True)
     def takes_whole(blocks, s, at):
-        """Whether `take_whole_changed` may take these blocks."""
-        options = s.cap[0] > F(0) or s.slopes.size > 0
+        """Whether `take_whole_changed` may take these blocks: functions or options, not both."""
+        functions, options = s.function != 0, s.cap[0] > F(0) or s.slopes.size > 0
         in_turn = at.length <= at.sinks + at.ring
         whole = blocks.inside and blocks.n == KEY_BLOCK
-        return whole and in_turn and s.mask.size == 0 and (s.function == 0) == options
+        return whole and in_turn and s.mask.size == 0 and functions != options
 
     @bare(forceinline=True)
     def take_whole_changed(blocks, query):
