@@ -32,7 +32,7 @@ from .int8.first_keys import FirstKeys, first_keys, no_first_keys
 from .int8.packing import bfloat16_pairs, float_rows, pack_keys, pack_values
 from .int8.wide_rows import floats_of
 from .isa.isas import VECTOR_ISAS, padded
-from .launch_float import NO_LIMIT, compact, functions_of, heads
+from .launch_float import edges_and_masks, functions_of, heads
 from .semantics import Semantics
 
 F = np.float32
@@ -66,19 +66,9 @@ def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Sema
         where there is a softcap
     """
     nb, nh, _, length, _, _, _ = problem.shape
-    has_mask = problem.mask is not None
-    has_bias = problem.bias is not None
     slopes = problem.alibi_slopes
     return Semantics(
-        NO_LIMIT if problem.left is None else problem.left,
-        NO_LIMIT if problem.right is None else problem.right,
-        np.asarray(problem.diagonal, np.int64),
-        np.asarray(problem.key_lengths, np.int64),
-        extreme or has_mask or has_bias or bool(problem.softcap) or slopes is not None,
-        compact(problem.mask, np.uint8),
-        compact(problem.bias, F),
-        has_mask,
-        has_bias,
+        *edges_and_masks(problem, extreme),
         F(problem.softcap) * fx.LOG2E_Q8,
         np.zeros((nb, nh, length) if problem.softcap else (1, 1, 1), F) if shift is None else shift,
         np.zeros((1, 1), F)

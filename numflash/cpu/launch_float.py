@@ -24,6 +24,7 @@ from .semantics import NO_TILES, ScoreTiles, Semantics, option_numbers
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)
+Array = np.ndarray
 NO_LIMIT = 1 << 40
 Results = (
     tuple[np.ndarray, np.ndarray] | None
@@ -41,24 +42,37 @@ def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
     return np.ascontiguousarray(once).view(dtype)
 
 
+def edges_and_masks(
+    problem: Problem, changed: bool = False
+) -> tuple[int, int, Array, Array, bool, Array, Array, bool, bool]:
+    """The first fields of `Semantics`, the same for floats and integers.
+
+    changed : whether scores are changed whatever the options are
+    """
+    has_mask = problem.mask is not None
+    has_bias = problem.bias is not None
+    sloped = problem.alibi_slopes is not None
+    return (
+        NO_LIMIT if problem.left is None else problem.left,
+        NO_LIMIT if problem.right is None else problem.right,
+        np.asarray(problem.diagonal, np.int64),
+        np.asarray(problem.key_lengths, np.int64),
+        changed or has_mask or has_bias or bool(problem.softcap) or sloped,
+        compact(problem.mask, np.uint8),
+        compact(problem.bias, F),
+        has_mask,
+        has_bias,
+    )
+
+
 def semantics(problem: Problem, double: bool = False) -> Semantics:
     """The options as the float kernels take them: scores in units of log2, dense masks as bytes.
 
     double : score functions are those of float64
     """
-    has_mask = problem.mask is not None
-    has_bias = problem.bias is not None
     slopes = problem.alibi_slopes
     return Semantics(
-        NO_LIMIT if problem.left is None else problem.left,
-        NO_LIMIT if problem.right is None else problem.right,
-        np.asarray(problem.diagonal, np.int64),
-        np.asarray(problem.key_lengths, np.int64),
-        has_mask or has_bias or bool(problem.softcap) or slopes is not None,
-        compact(problem.mask, np.uint8),
-        compact(problem.bias, F),
-        has_mask,
-        has_bias,
+        *edges_and_masks(problem),
         F(problem.softcap * LOG2E),
         np.zeros((0, 0, 0), F),
         np.zeros((0, 0), F) if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
