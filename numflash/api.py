@@ -417,9 +417,10 @@ def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> A
 
     Parameters
     ----------
-    query, key, value : arrays as `attention` takes them, or shapes (tuples); key and value are like
-        query unless given options
-        As `attention` takes them; shapes are taken as float32.
+    query, key, value : arrays as `attention` takes them, or shapes (tuples)
+        Shapes are taken as float32; key and value are like query unless given.
+    options
+        As `attention` takes them.
 
     Returns
     -------

@@ -9,6 +9,8 @@ import numflash
 from numflash import reference, validation
 from numflash.dispatch.explanation import visible_share
 from numflash.errors import ArgumentError, UnsupportedError
+from numflash.jit import target
+from numflash.tiling import using
 from numflash.validation.options import Options
 
 OPTIONS = [
@@ -83,6 +85,44 @@ def test_bad_arguments():
     ):
         with pytest.raises(ArgumentError, match="key: got"):
             numflash.explain((1, 1, 4, 4), shape)
+
+
+@pytest.mark.parametrize(
+    ("best", "precision", "name"),
+    [
+        (("amx_int8", "amx_bf16", "avx512"), "int8", "amx_int8-int8"),
+        (("amx_int8", "amx_bf16", "avx512"), "bfloat16", "amx_bf16-bfloat16"),
+        (("amx_int8", "amx_bf16", "avx512"), "float32", "avx512-float32"),
+        (("avx512_vnni", "avx512_bf16", "avx512"), "bfloat16", "avx512_bf16-bfloat16"),
+        (("avx_vnni", "avx2", "avx2"), "float16", "avx2-float32"),
+        (("sve", "sve512", "sve512"), "bfloat16", "sve512-float32"),
+        (("neon_dot", "neon", "neon"), "float32", "neon-float32"),
+        (("portable", "portable", "portable"), "bfloat16", "portable-float32"),
+    ],
+)
+def test_the_tiling_is_that_of_the_kernels_of_the_precision(monkeypatch, best, precision, name):
+    """Integers, bfloat16 and float32 have instruction sets of their own, so a machine has three tilings."""
+    kinds = (target.ISAS, target.BFLOAT16_ISAS, target.FLOAT_ISAS)
+    kernels = {id(isas): isa for isas, isa in zip(kinds, best, strict=True)}
+    monkeypatch.setattr(target, "require", lambda isa, isas=target.ISAS: kernels[id(isas)])
+    assert numflash.explain((1, 2, 64, 64), precision=precision).tiling.name == name
+
+
+def test_changed_tilings_are_explained():
+    with using("avx2", "float32", block_q=48):
+        e = numflash.explain((1, 2, 64, 64), impl="portable")
+    assert (e.isa, e.tiling.block_q) == ("portable", 1)
+    isa = target.require(None, target.FLOAT_ISAS)
+    if isa != "portable":
+        with using(isa, "float32", block_q=48):
+            assert numflash.explain((1, 2, 64, 64)).tiling.block_q == 48
+
+
+def test_vectors_of_sve_are_as_long_as_the_machines(monkeypatch):
+    monkeypatch.setattr(target, "require", lambda isa, isas=target.ISAS: "sve")
+    for bits, lanes in ((128, 4), (256, 8), (512, 16), (2048, 16)):
+        monkeypatch.setattr("numflash.dispatch.explanation.scalable_bits", lambda n=bits: n)
+        assert numflash.explain((1, 2, 64, 64), precision="int8").tiling.lanes == lanes
 
 
 def test_a_shape_takes_no_memory():

@@ -84,18 +84,6 @@ def test_aarch64_tilings_fit_the_first_cache(cpu, isa, lanes, kib):
         ) and "8192 KiB, 683 for each of 12 cores" in t.explain(d, caches=caches)
 
 
-def test_the_tiling_of_this_cpu_is_explained(monkeypatch):
-    from numflash.dispatch.explanation import select
-
-    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "neoverse-v1")
-    assert (
-        select("sve", "int8").name == "neoverse-v1-int8"
-        and select("portable", "int8").name == "portable-int8"
-    )
-    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "unheard-of")
-    assert select("sve", "int8").name == "sve-int8"
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("block_q", 25), ("key_block", 100), ("mr", 0), ("lanes", -1), ("key_block", 0)],

@@ -153,7 +153,7 @@ class FloatPlan:
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
         self.problem = replace(problem, query=None, key=None, value=None)
-        self.kind = "bfloat16" if isa in ("amx_bf16", "avx512_bf16") else "float32"
+        self.kind = operand_kind(isa)
         isa, changed, block_q = chosen_float(isa, self.kind)
         tiles = FLOAT_ISAS[isa]
         self.step, self.operand = tiles.step, np.dtype(np.uint16 if self.kind == "bfloat16" else F)
@@ -265,6 +265,11 @@ def isa_of(problem: Problem, isa: str | None = None) -> str:
     """The instruction set for a problem: `isa`, or the best of the target."""
     bfloat16 = problem.precision == "bfloat16"
     return target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
+
+
+def operand_kind(isa: str) -> str:
+    """What the products of an instruction set multiply: "bfloat16" or "float32"."""
+    return "bfloat16" if isa in ("amx_bf16", "avx512_bf16") else "float32"
 
 
 def may_overflow(problem: Problem) -> np.ndarray:

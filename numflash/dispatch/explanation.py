@@ -5,7 +5,7 @@ Its tiling, bytes in each cache, operations, and the hardware limit (roofline) t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -15,7 +15,8 @@ from .. import validation
 from ..errors import ArgumentError
 from ..interop.arguments import choice, emulated_arch, known
 from ..jit import target
-from ..tiling import CHOSEN, TILINGS, Caches, Tiling, cuda_tiling
+from ..jit.system import scalable_bits
+from ..tiling import Caches, Tiling, cuda_tiling, in_use
 from ..validation import Problem
 from ..validation.options import IMPLS, NAMES, Options
 
@@ -158,6 +159,23 @@ def shaped(name: str, shape: Any) -> np.ndarray:
         ) from None
 
 
+def on_this_cpu(problem: Problem, isa: str | None = None) -> tuple[str, Tiling]:
+    """The instruction set that serves a problem on this CPU, and the tiling its next call takes.
+
+    isa : None for the best one
+    """
+    from ..cpu.launch_float import isa_of, operand_kind
+
+    if problem.precision != "int8":
+        isa = isa_of(problem, isa)
+        return isa, in_use(isa, operand_kind(isa))
+    isa = target.require(isa)
+    tiling = in_use(isa)
+    if isa == "sve":  # the named tiling has the lanes of 512 bits, the most that the kernel fills
+        tiling = replace(tiling, lanes=min(tiling.lanes, scalable_bits() // 32))
+    return isa, tiling
+
+
 def explain_problem(
     query: Any, key: Any = None, value: Any = None, *, impl: str = "auto", **options: Any
 ) -> Explanation:
@@ -197,8 +215,7 @@ def explain_problem(
             problem.left is not None or problem.right is not None,
         )
     else:
-        isa = "portable" if impl == "portable" else target.available()[0]
-        tiling = select(isa, problem.precision)
+        isa, tiling = on_this_cpu(problem, "portable" if impl == "portable" else None)
     visible = visible_share(problem)
     size = BYTES[problem.precision]
     return Explanation(
@@ -213,23 +230,3 @@ def explain_problem(
         scores_bytes=4 * b * h * length * s,
         traffic=size * (b * h * length * d + b * hkv * s * (d + dv)) + 4 * b * h * length * dv,
     )
-
-
-def select(isa: str, precision: str) -> Tiling:
-    """The tiling of the kernels that serve an instruction set.
-
-    This CPU's, its own, or that of the set it contains.
-    """
-    changed = CHOSEN.get().get((isa, precision))
-    if changed:
-        return changed
-    mine = TILINGS.get(f"{target.cpu_name()}-{precision}")
-    if mine and mine.isa == isa:
-        return mine
-    names = [
-        f"{isa}-{precision}",
-        f"{isa.split('_')[0]}-{precision}",
-        f"{isa.split('_')[0]}-float32",
-        f"portable-{precision}",
-    ]
-    return next(TILINGS[name] for name in [*names, "portable-int8"] if name in TILINGS)

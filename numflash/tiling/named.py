@@ -257,6 +257,18 @@ TILINGS = {
             _int8_buffers("int32", "uint8"),
         ),
         Tiling(
+            "portable-float32",
+            "cpu",
+            "portable",
+            "float32",
+            1,
+            1,
+            1,
+            1,
+            256,
+            _float_buffers("float32"),
+        ),
+        Tiling(
             "avx512-float32",
             "cpu",
             "avx512",

@@ -148,7 +148,9 @@ class Tiling:
         sizes = self.sizes(head_dim, value_dim)
         tile = f"{self.mr} x {self.nv} vectors of {self.lanes}: {self.accumulators} accumulators"
         if self.isa == "portable":
-            tile = f"{self.mr} x {self.nv} sums on AArch64; on x86 one product at a time, as the compiler unrolls it"
+            tile = "one product at a time, as the compiler unrolls it"
+            if self.accumulators > 1:
+                tile = f"{self.mr} x {self.nv} sums on AArch64; on x86 {tile}"
         elif self.device == "cuda":
             owner, threads = ("warpgroup", 128) if self.mr == 64 else ("warp", 32)
             scores = self.mr * self.nv * self.lanes

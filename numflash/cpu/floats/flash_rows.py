@@ -17,12 +17,13 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
+from ...tiling import tiling
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_tile
 from ..isa.vectors import next_task
 from ..semantics import Semantics, seen_range
 
-KEYS = 256  # scores of a row kept at a time
+KEYS = tiling("portable", "float32").key_block  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
 LN2 = np.log(2.0)
