@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop.arguments import real
-from ..numerics.merge import apply_sinks
-from .arguments import floats
+from ..interop.arguments import factor
+from ..validation.operands import per_head
 from .settings import INTEGERS
 
 if TYPE_CHECKING:
@@ -62,10 +61,8 @@ def check_changes(softcap: Any, alibi_slopes: Any, mask: Any, shape: tuple[int, 
     """
     if softcap == 0 and alibi_slopes is None and mask is None:
         return NOTHING
-    softcap = float(real("softcap", softcap))
-    if not 0 <= softcap < np.inf:
-        raise ArgumentError(f"softcap: got {softcap}; allowed: 0 (none) or a positive number")
-    slopes = None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes, shape[1])
+    softcap = factor("softcap", softcap, 0.0)
+    slopes = None if alibi_slopes is None else of_heads("alibi_slopes", alibi_slopes, shape[1])
     return Changes(softcap, slopes, None if mask is None else _mask(mask, shape[0], shape[2]))
 
 
@@ -93,17 +90,9 @@ def _fused() -> Any:
     return importlib.import_module("..flex.fused", __package__)
 
 
-def per_head(name: str, x: Any, heads: int) -> np.ndarray:
-    """(H,) float32, finite."""
-    array = np.asarray(floats(name, x).array)
-    if array.shape != (heads,):
-        raise ArgumentError(
-            f"{name}: got shape {array.shape}; allowed: ({heads},), one number for each query head"
-        )
-    array = np.ascontiguousarray(array, F)
-    if not np.isfinite(array).all():
-        raise ArgumentError(f"{name}: got a number that is not finite; allowed: finite numbers")
-    return array
+def of_heads(name: str, x: Any, heads: int) -> np.ndarray:
+    """(H,) float32, one number for each query head."""
+    return per_head(name, x, ((heads,),), "(H,)")
 
 
 def _mask(mask: Any, batch: int, new: int) -> np.ndarray:
@@ -117,10 +106,3 @@ def _mask(mask: Any, batch: int, new: int) -> np.ndarray:
             f"mask: got shape {array.shape}; allowed: ({new}, {new}) or ({batch}, {new}, {new})"
         )
     return np.array(np.broadcast_to(array, (batch, new, new)), order="C")
-
-
-def with_sinks(
-    out: np.ndarray, lse: np.ndarray, sinks: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Output and LSE with one more key per head, of score `sinks` (H,) and value 0."""
-    return apply_sinks(out, lse, sinks)

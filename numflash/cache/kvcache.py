@@ -20,6 +20,7 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..interop.arguments import choice, flag
 from ..interop.arrays import convert, to_float32
+from ..numerics.merge import apply_sinks
 from .appending import Appending
 from .arguments import FLOAT32, floats, integer, is_float32, output
 from .calls import EqualSteps
@@ -27,9 +28,8 @@ from .decode_options import (
     NOTHING,
     Changes,
     check_changes,
-    per_head,
+    of_heads,
     with_functions,
-    with_sinks,
 )
 from .decoding import cap_shift, lse_of, redo
 from .memory import Memory, allocate
@@ -235,7 +235,7 @@ class KVCache(Appending):
         if functions:
             changes = with_functions(changes, score_mod, mask_mod, memory)
         if sinks is not None:
-            sinks = per_head("sinks", sinks, shape[1])
+            sinks = of_heads("sinks", sinks, shape[1])
         wanted = (*shape[:-1], self.value_dim)
         result = np.empty(wanted, F) if out is None else output(out, wanted)
         if out is not None and np.may_share_memory(out, query):
@@ -245,7 +245,7 @@ class KVCache(Appending):
         if return_lse or sinks is not None:
             lse = lse_of(memory, plan, query, scale, changes)
             if sinks is not None:
-                result[...], lse = with_sinks(result, lse, sinks)
+                result[...], lse = apply_sinks(result, lse, sinks)
         if plain and self.device == "cpu" and (shape[2] == 1 or self.window is None):
             memory.calls.results[shape] = wanted
         exported: Any = result
