@@ -92,7 +92,9 @@ def bench(args: argparse.Namespace) -> Any:
 
         return bench_decode.run(args.threads)
     if args.plot:
-        return job.plot(args.plot, args.head_dim, args.threads, args.iterations)
+        from . import bench_plot
+
+        return bench_plot.plot(args.plot, args.head_dim, args.threads, args.iterations)
     if args.short:
         from . import bench_short
 

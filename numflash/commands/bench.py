@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
-from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
 from ..measure import roofline
 from ..measure.console import Progress, Table, count
@@ -18,8 +17,6 @@ from ..measure.contenders import PEER, REFERENCE, Case, Result, compete, contend
 from ..measure.timing import explain_marks, percent, ratio
 from ..tiling import KEY_BLOCK
 from .demo import phase_table
-
-LENGTHS = (64, 512, 1024, 2048, 4096, 8192)  # the matrix of the A64FX summary
 
 
 def against_reference(
@@ -132,81 +129,3 @@ def run(
         "reference": reference,
         "components": components.records if components else None,
     }
-
-
-def plot(path: str, head_dim: int, threads: int, iterations: int) -> dict[str, Any]:
-    """Draw the sweep over L against the peers, and the roofline.
-
-    `path` ends in what matplotlib can write (.png, .svg, .pdf).
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise UnsupportedError(
-            "--plot: matplotlib is not installed; pip install 'numflash[plot]'"
-        ) from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    everybody = contenders(everybody=True)
-    figure, (sweep, roofs) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    if path.rsplit(".", 1)[-1] not in figure.canvas.get_supported_filetypes():
-        raise ArgumentError(
-            f"--plot: got {path!r}; allowed: a name ending in {', '.join(figure.canvas.get_supported_filetypes())}"
-        )
-    records = []
-    with Progress("plot", len(everybody) * len(LENGTHS) + 1) as progress:
-        progress.step("measuring this machine")
-        roof = roofline.measure(threads)
-        for contender in everybody:
-            points = []
-            for length in LENGTHS:
-                case = Case(length, head_dim)
-                progress.step(f"{contender.name}, {case}")
-                result = compete(contender, case, threads, iterations)
-                if result:
-                    points.append(result)
-            if points:
-                rates = [r.rate / 1e9 for r in points]
-                (line,) = sweep.plot(
-                    [r.case.length for r in points], rates, marker="o", label=contender.name
-                )
-                roofs.plot(
-                    [r.case.operations / r.case.traffic for r in points],
-                    rates,
-                    "o",
-                    color=line.get_color(),
-                )
-                records += [r.as_dict() for r in points]
-    sweep.axhline(roof.int8 / 1e9, color="black", linestyle="--", label="measured INT8 peak")
-    sweep.axhline(roof.float32 / 1e9, color="grey", linestyle="--", label="measured FP32 peak")
-    sweep.set(
-        xscale="log",
-        yscale="log",
-        xlabel="queries and keys",
-        ylabel="GOP/s",
-        title=f"full attention, D = {head_dim}, {count(threads, 'thread')}",
-    )
-    sweep.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
-    figure.legend(loc="outside lower center", ncols=5, fontsize="small")
-    sweep.grid(alpha=0.3)
-    intensity = [2.0**i for i in range(-2, 14)]
-    for peak, color in ((roof.int8, "black"), (roof.float32, "grey")):
-        roofs.plot(
-            intensity,
-            [min(peak, x * roof.read) / 1e9 for x in intensity],
-            color=color,
-            linestyle="--",
-        )
-    roofs.set(
-        xscale="log",
-        yscale="log",
-        xlabel="operations per byte of query, key, value and output",
-        ylabel="GOP/s",
-        title=f"roofline of this machine: read {roof.read / 1e9:.1f} GB/s",
-    )
-    roofs.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    print(f"{path}: {len(records)} points, {roof}")
-    return {"file": path, "roof": roof.as_dict(), "results": records}

@@ -281,10 +281,10 @@ class PackedPlan:
         q, k, v = shaped(taken_in(query, key, value), "blhd", self.precision)
         out = np.empty((self.total, q.shape[1], v.shape[3]), F)
         lse = np.empty(out.shape[:2], F) if self.return_lse else None
-        (at_q, many), (at_k, few) = self.starts
+        (at_q, q_lengths), (at_k, k_lengths) = self.starts
         for runner, (nb, nh, _, length, _, _, dv), chosen in self.parts:
-            rows = gathered(q, at_q[chosen], many[chosen])
-            keys, values = (gathered(x, at_k[chosen], few[chosen]) for x in (k, v))
+            rows = gathered(q, at_q[chosen], q_lengths[chosen])
+            keys, values = (gathered(x, at_k[chosen], k_lengths[chosen]) for x in (k, v))
             part = np.empty((nb, nh, length, dv), F)
             part_lse = None if lse is None else np.empty((nb, nh, length), F)
             with one_at_a_time():

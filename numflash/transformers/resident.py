@@ -112,7 +112,8 @@ class ResidentCache(Cache):
             f"nbytes={self.nbytes})"
         )
 
-    def precision(self, query: Tensor) -> str | None:
+    @property
+    def precision(self) -> str | None:
         """What a prompt's attention is computed in; None for the query's own dtype."""
         return {"float32": None, "int4": "int8"}.get(self.dtype, self.dtype)
 

@@ -189,7 +189,7 @@ class ResidentLayer(CacheLayerMixin):
         if self.store is None:
             self.store = self._create(key, value, bool(options.get("softcap")))
         self._reserve(n)
-        precision = precision or self.cache.precision(query)
+        precision = precision or self.cache.precision
         if reading.standard and n * (query.shape[1] // key.shape[1]) <= DECODE_ROWS:
             out = self._decode(query, key, value, reading, options)
         else:

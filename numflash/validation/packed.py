@@ -38,41 +38,43 @@ def shorten(array: np.ndarray) -> str:
 
 # Multiplications that take about as long as a call: sequences share a call where filling them up to
 # one length costs less.
-CALL = 1e6
+CALL_COST = 1e6
 
 
 def sequences(
     whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
 ) -> Iterator[tuple[Problem, list[int]]]:
-    """The packed problem, (1, H, total, D), as few batches of sequences of like lengths, filled up
+    """The packed problem, (1, H, total, D), as k_lengths batches of sequences of like lengths, filled up
     to the longest.
 
     Yields the problem of a batch, and the numbers of its sequences.
     """
-    many = np.diff(cu_q)
-    few = np.diff(cu_k)
+    q_lengths = np.diff(cu_q)
+    k_lengths = np.diff(cu_k)
     _, h, _, _, _, d, dv = whole.shape
-    queue = [n for n in np.lexsort((few, many))[::-1].tolist() if many[n]]
-    price = CALL / (h * (d + dv))
+    queue = [n for n in np.lexsort((k_lengths, q_lengths))[::-1].tolist() if q_lengths[n]]
+    allowed_padding = CALL_COST / (h * (d + dv))
     first = 0
     while first < len(queue):
-        longest = many[queue[first]]
+        longest = q_lengths[queue[first]]
         stop = first
         waste = 0
         most = 0
         cells = 0
         while stop < len(queue):  # one more sequence, if that is cheaper than one more call
             n = queue[stop]
-            most = max(most, few[n])
-            cells = cells + many[n] * few[n]
+            most = max(most, k_lengths[n])
+            cells = cells + q_lengths[n] * k_lengths[n]
             padding = (stop + 1 - first) * longest * most - cells
-            if padding - waste > price:
+            if padding - waste > allowed_padding:
                 break
             stop = stop + 1
             waste = padding
         chosen = np.sort(queue[first:stop])
         yield (
-            _batch(whole, cu_q[chosen], many[chosen], cu_k[chosen], few[chosen], alignment),
+            _batch(
+                whole, cu_q[chosen], q_lengths[chosen], cu_k[chosen], k_lengths[chosen], alignment
+            ),
             chosen.tolist(),
         )
         first = stop
