@@ -44,12 +44,26 @@ def floats(name: str, x: Any) -> Imported:
     return taken
 
 
+def plain_array(name: str, x: Any) -> np.ndarray:
+    """The array of numbers or booleans that x is; of no dtype in particular where it is empty.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        A masked array, whose hidden entries would be read, and lists of different lengths.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArgumentTypeError(f"{name}: got a masked array; allowed: plain arrays")
+    try:
+        array = np.asarray(x)
+    except ValueError:
+        raise ArgumentError(f"{name}: got {x!r}, of different lengths; allowed: an array") from None
+    return array if array.size or array.dtype.kind != "f" else array.astype(np.int64)
+
+
 def token_counts(counts: Any, batch: int, n: int) -> np.ndarray:
     """(B,) int64, how many of n tokens belong to each sequence."""
-    try:
-        take = np.asarray(counts)
-    except ValueError:  # a list of lists of different lengths
-        take = np.empty(0, object)
+    take = plain_array("counts", counts)
     if take.shape != (batch,) or (
         batch and (take.dtype.kind not in "iu" or take.min() < 0 or take.max() > n)
     ):

@@ -86,22 +86,26 @@ class Calls:
         if alone and longest <= last.most and shape == last.shape and changed is last.changed:
             return last.made
         workers, blocks = self.layout.call(longest, self.batch)
-        made = self._find((shape, scale, splits, workers, blocks, changed))
+        made = self._find(
+            (shape, scale, splits, workers, blocks, changed), type(scale), type(splits)
+        )
         if alone:
             most = self.layout.serial_tokens(self.batch)
             self._last = LastCall(shape, changed, most if longest <= most else -1, made)
         return made
 
-    def _find(self, call: tuple[Any, ...]) -> tuple[Plan, np.float32]:
+    def _find(self, call: tuple[Any, ...], *kinds: type) -> tuple[Plan, np.float32]:
+        """The prepared call of these arguments; `kinds`: True equals 1, but is refused."""
+        key = call, kinds
         try:
-            return self._calls[call]
+            return self._calls[key]
         except TypeError:  # an array of one number, or what is refused now
             return self._make(*call)
         except KeyError:
             made = self._make(*call)
         if len(self._calls) > MOST_CALLS:
             self.forget()
-        self._calls[call] = made
+        self._calls[key] = made
         return made
 
     def forget(self) -> None:

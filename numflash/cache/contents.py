@@ -30,6 +30,7 @@ BITS = {
     "bfloat16": np.uint16,
 }
 STATE_VERSION = 1
+MOST_TOKENS = 1 << 62  # that a ring may have seen: more is damage, and would overflow soon
 
 
 def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -161,14 +162,17 @@ def _lengths(memory: Memory, given: dict[str, Any]) -> np.ndarray:
     if int(given["version"]) != STATE_VERSION:
         raise ArgumentError(f"state: got version {given['version']}; allowed: {STATE_VERSION}")
     lengths = np.asarray(given["lengths"])
-    if lengths.shape != (memory.batch,) or lengths.dtype != np.int64 or (lengths < 0).any():
+    if lengths.shape != (memory.batch,) or lengths.dtype != np.int64:
         raise ArgumentError(
-            f"state: got lengths of {lengths.shape}; allowed: {memory.batch} sequences"
+            f"state: got lengths of shape {lengths.shape} and dtype {lengths.dtype}; allowed: int64 of {memory.batch} sequences"
         )
+    if ((lengths < 0) | (lengths > MOST_TOKENS)).any():
+        raise ArgumentError(f"state: got lengths {lengths}; allowed: 0 to {MOST_TOKENS}")
     offset = np.asarray(given["offset"])
     if offset.shape != memory.offset.shape or offset.dtype != F:
         raise ArgumentError(
-            f"state: got channel means of shape {offset.shape}; allowed: {memory.offset.shape}"
+            f"state: got channel means of shape {offset.shape} and dtype {offset.dtype}; allowed: float32 of "
+            f"{memory.offset.shape}"
         )
     if memory.settings.window is None and lengths.max(initial=0) > memory.settings.max_length:
         raise CacheFullError(

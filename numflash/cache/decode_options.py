@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import factor
 from ..validation.operands import per_head
+from .arguments import plain_array
 from .settings import INTEGERS
 
 if TYPE_CHECKING:
@@ -59,9 +60,9 @@ def check_changes(softcap: Any, alibi_slopes: Any, mask: Any, shape: tuple[int, 
     ------
     ArgumentError, ArgumentTypeError
     """
-    if softcap == 0 and alibi_slopes is None and mask is None:
-        return NOTHING
     softcap = factor("softcap", softcap, 0.0)
+    if not softcap and alibi_slopes is None and mask is None:
+        return NOTHING
     slopes = None if alibi_slopes is None else of_heads("alibi_slopes", alibi_slopes, shape[1])
     return Changes(softcap, slopes, None if mask is None else _mask(mask, shape[0], shape[2]))
 
@@ -96,7 +97,7 @@ def of_heads(name: str, x: Any, heads: int) -> np.ndarray:
 
 
 def _mask(mask: Any, batch: int, new: int) -> np.ndarray:
-    array = np.asarray(mask)
+    array = plain_array("mask", mask)
     if array.dtype != bool:
         raise ArgumentTypeError(
             f"mask: got dtype {array.dtype}; allowed: bool, True where a new token attends"

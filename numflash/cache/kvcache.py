@@ -214,7 +214,7 @@ class KVCache(Appending):
         memory = self._memory or self._open()
         functions = score_mod is not None or mask_mod is not None
         options = alibi_slopes is not None or mask is not None
-        changed = functions or options or softcap != 0
+        changed = functions or options or type(softcap) is not float or softcap != 0
         plain = return_lse is False and sinks is None and not options
         plain = plain and not (changed and self.smooth)
         if plain and is_float32(query):
@@ -360,6 +360,8 @@ class KVCache(Appending):
             memory.calls.plan(rows.shape, scale, splits, memory.longest)
             if out is not None:
                 output(out, (*rows.shape[:-1], self.value_dim))
+            if np.ndim(key) == 4:
+                memory.refuse_dropped(rows.shape[2], key.shape[2])
             self.append(key, value)
             return self.decode(query, scale=scale, splits=splits, out=out)
         calls = memory.calls

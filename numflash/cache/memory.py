@@ -68,19 +68,19 @@ class Memory:
             paging.free_pages(store.table, store.lengths, self.layout.page_size, self.pages).size
         )
 
-    def refuse_dropped(self, rows: int) -> None:
+    def refuse_dropped(self, rows: int, new: int = 0) -> None:
         """Raise where the first of the last `rows` tokens attends to tokens that a ring dropped
-        before it was truncated.
+        before it was truncated. `new`: tokens that are to be appended before.
         """
         window = self.settings.window
         if window is None or not self.oldest.any():
             return
-        at = self.store.lengths - rows
+        at = self.store.lengths + (new - rows)
         first = np.maximum(at - window + 1, self.settings.sinks)
         lost = (first < self.oldest) & (first <= at)
         if lost.any():
             b = int(np.argmax(lost))
-            most = int(self.store.lengths[b] - self.oldest[b] - window + 1)
+            most = int(self.store.lengths[b] + new - self.oldest[b] - window + 1)
             raise ArgumentError(
                 f"query: got {rows} tokens for sequence {b}, whose ring was truncated and holds tokens "
                 f"from {self.oldest[b]} on; allowed: {most}, or more after an append"

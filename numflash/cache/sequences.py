@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from . import pages as paging
-from .arguments import integer
+from .arguments import integer, plain_array
 from .holdings import Holdings
 from .memory import copied, reserved, selected, truncated
 from .settings import MAX_LENGTH
@@ -55,7 +55,7 @@ class Sequences(Holdings):
         """
         memory = self._open()
         held = memory.store.lengths
-        given = np.asarray(lengths)
+        given = plain_array("lengths", lengths)
         if given.ndim == 0:
             given = np.full(memory.batch, given)
         if given.shape != held.shape or given.dtype.kind not in "iu":
@@ -82,7 +82,7 @@ class Sequences(Holdings):
             A pool of a given size has no page left for a copy.
         """
         memory = self._open()
-        given = np.asarray(index)
+        given = plain_array("index", index)
         good = (
             given.ndim == 1 and given.dtype.kind in "iu" and given.size <= memory.backend.MAX_BATCH
         )
@@ -108,6 +108,17 @@ class Sequences(Holdings):
         new.__dict__.update(self.__dict__)
         new._memory = copied(memory)
         return new
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        raise ArgumentTypeError(
+            "pickle: got a KVCache; allowed: its state(), to be given to load_state() of a new one"
+        )
 
     def share(self, source: int, target: int, length: int | None = None) -> None:
         """Let an empty sequence start with the first `length` tokens of another (all unless given).

@@ -6,13 +6,14 @@ Casts and what changes only an array's shape are here too. `tracing` makes them 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .graph import Graph
+from .graph import Graph, Untraceable
 from .traced import Scalar, Values, apply, scalar
 
 CASTS = {
@@ -25,20 +26,23 @@ CASTS = {
     "bool": "b",
 }
 UNCHANGED = (
-    "item", "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "detach", "clone",
-    "cpu", "copy", "expand", "expand_as", "alias", "ravel", "positive",
+    "item", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "clone", "cpu", "copy",
+    "expand", "expand_as", "alias", "ravel", "positive",
 )  # fmt: skip
+NARROW = ("int8", "uint8", "int16", "uint16", "short")  # integers of numbers that may not fit
 
 
 def kind_of(dtype: Any) -> str:
     """The kind ("b", "i" or "f") of a NumPy or PyTorch dtype, or of a Python type."""
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    if name in NARROW:
+        raise Untraceable(f"a cast to {name}: integers do not wrap here; write `& 255` or `% 2**n`")
     if name.startswith("bool"):
         return "b"
     return "i" if name.startswith(("int", "uint", "long", "short")) else "f"
 
 
-def _where(graph: Graph, condition: Any, x: Any, y: Any, **_: Any) -> Scalar:
+def _where(graph: Graph, condition: Any, x: Any, y: Any) -> Scalar:
     return Scalar(graph, graph.where(*(scalar(graph, z).node for z in (condition, x, y))))
 
 
@@ -46,9 +50,41 @@ def _clamp(graph: Graph, x: Any, *bounds: Any, **named: Any) -> Any:
     low, high = (*bounds, None, None)[:2]
     low = named.get("min", named.get("a_min", low))
     high = named.get("max", named.get("a_max", high))
-    for op, bound in (("max", low), ("min", high)):
-        if bound is not None:
+    for op, beyond, bound in (("max", "lt", low), ("min", "gt", high)):
+        if bound is None:
+            continue
+        if scalar(graph, x).node.kind == "f":  # PyTorch's slope at the bound is that of x
+            x = _where(graph, apply(graph, beyond, (x, bound), {}), bound, x)
+        else:
             x = apply(graph, op, (x, bound), {})
+    return scalar(graph, x)
+
+
+def _div(graph: Graph, x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    """Division, PyTorch's rounded down or towards zero too."""
+    u, v = scalar(graph, x), scalar(graph, y)
+    if rounding_mode is None:
+        return Scalar(graph, graph.make("div", u.node, v.node))
+    if rounding_mode == "floor":
+        return u // v
+    if rounding_mode != "trunc":
+        raise Untraceable(f"div() with rounding_mode={rounding_mode!r}; allowed: 'floor', 'trunc'")
+    if "f" in (u.node.kind, v.node.kind):
+        return apply(graph, "trunc", (Scalar(graph, graph.make("div", u.node, v.node)),), {})
+    whole = abs(u) // abs(v)
+    return _where(graph, (u < 0) ^ (v < 0), -whole, whole)
+
+
+def _round(graph: Graph, x: Any, decimals: Any = 0) -> Any:
+    if decimals != 0:
+        raise Untraceable(f"round() to {decimals} decimals: write round(x * 10**n) / 10**n")
+    return Scalar(graph, graph.make("round", scalar(graph, x).node))
+
+
+def _view(graph: Graph, x: Any, *shape: Any, dtype: Any = None) -> Scalar:
+    sizes = all(isinstance(n, (int, tuple, list)) and not isinstance(n, bool) for n in shape)
+    if dtype is not None or not sizes:
+        raise Untraceable("view() as another dtype cannot be recorded: cast with .to or .astype")
     return scalar(graph, x)
 
 
@@ -69,7 +105,7 @@ def _astype(graph: Graph, x: Any, dtype: Any, **_: Any) -> Scalar:
 
 
 def _logical(op: str) -> Callable:
-    def logical(graph: Graph, *args: Any, **_: Any) -> Scalar:
+    def logical(graph: Graph, *args: Any) -> Scalar:
         return Scalar(graph, graph.make(op, *(scalar(graph, x).cast("b").node for x in args)))
 
     return logical
@@ -98,11 +134,12 @@ def _softplus(graph: Graph, x: Any, beta: float = 1.0, threshold: float = 20.0) 
     y: Any = scalar(graph, x)
     y = y * beta
     tail = _log1p(graph, apply(graph, "exp", (-abs(y),), {}))
-    return (apply(graph, "max", (y, 0.0), {}) + tail) / beta
+    smooth = (apply(graph, "max", (y, 0.0), {}) + tail) / beta
+    return smooth if threshold == np.inf else _where(graph, y > threshold, x, smooth)
 
 
 def _log1p(graph: Graph, x: Any) -> Any:
-    """log(u) * x / (u - 1) with u = 1 + x, which makes good what rounding u loses (Kahan)."""
+    """Near 0 the first five terms of the series, since 1 + x would lose the digits of x."""
     x = scalar(graph, x).cast("f")
     near = x * (1.0 - x * (0.5 - x * (1 / 3 - x * (0.25 - x * 0.2))))
     return _where(graph, abs(x) < 0.05, near, apply(graph, "log", (1.0 + x,), {}))
@@ -122,11 +159,34 @@ def _sign(graph: Graph, x: Any) -> Any:
 
 
 def _of_torch(formula: Callable) -> Callable:
-    return lambda graph, x, *args, **options: formula(graph, scalar(graph, x), *args)
+    """The formula for arguments of any kind."""
+
+    def of_any(graph: Graph, x: Any, *args: Any, **options: Any) -> Any:
+        return formula(graph, scalar(graph, x), *args, **options)
+
+    of_any.__signature__ = inspect.signature(formula)  # type: ignore[attr-defined]
+    return of_any
 
 
-def _leaky(g: Graph, x: Any, slope: float = 0.01) -> Any:
-    return _where(g, x > 0, x, x * slope)
+def _leaky(g: Graph, x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    return _where(g, x > 0, x, x * negative_slope)
+
+
+def _relu(g: Graph, x: Any, inplace: bool = False) -> Any:
+    """PyTorch's slope at 0 is 0."""
+    return _where(g, x <= 0, 0, x)
+
+
+def _silu(g: Graph, x: Any, inplace: bool = False) -> Any:
+    return x * apply(g, "sigmoid", (x,), {})
+
+
+def _powered_as_float(g: Graph, x: Any, y: Any) -> Scalar:
+    return Scalar(g, g.make("pow", *(scalar(g, z).cast("f").node for z in (x, y))))
+
+
+def _detach(g: Graph, x: Any) -> Scalar:
+    return Scalar(g, g.make("detach", scalar(g, x).node))
 
 
 FORMULAS: dict[str, Callable] = {
@@ -140,11 +200,11 @@ FORMULAS: dict[str, Callable] = {
     "expm1": _expm1, "sign": _sign, "sgn": _sign,
     "square": _of_torch(lambda g, x: x * x),
     "reciprocal": _of_torch(lambda g, x: 1.0 / x),
-    "relu": _of_torch(lambda g, x, *_: _clamp(g, x, 0.0)),
-    "leaky_relu": _of_torch(_leaky),
-    "silu": _of_torch(lambda g, x, *_: x * apply(g, "sigmoid", (x,), {})),
+    "relu": _of_torch(_relu), "leaky_relu": _of_torch(_leaky), "silu": _of_torch(_silu),
+    "div": _div, "divide": _div, "true_divide": _div, "truediv": _div, "round": _round,
+    "around": _round, "detach": _detach, "view": _view, "float_power": _powered_as_float,
     "log10": _of_torch(lambda g, x: apply(g, "log", (x,), {}) * 0.4342944819032518),
-    "logsigmoid": _of_torch(lambda g, x: -_softplus(g, -x)),
+    **dict.fromkeys(("logsigmoid", "log_sigmoid"), _of_torch(lambda g, x: -_softplus(g, -x, 1.0, np.inf))),
     "isnan": _of_torch(lambda g, x: x != x),
     "isinf": _of_torch(lambda g, x: abs(x) == np.inf),
     "isfinite": _of_torch(lambda g, x: abs(x) < np.inf),

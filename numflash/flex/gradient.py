@@ -26,7 +26,11 @@ class _Rules:
         x = self.x
         if x.op == "score":
             return self.one
-        if x.kind != "f" or x.op in ("const", "load", *ROUNDINGS) or "score" not in x.uses:
+        if (
+            x.kind != "f"
+            or x.op in ("const", "load", "detach", *ROUNDINGS)
+            or "score" not in x.uses
+        ):
             return self.zero
         if all(d is self.zero for d in self.d):
             return self.zero
@@ -86,7 +90,10 @@ class _Rules:
         u, v = self.x.args
         if self.d[1] is self.zero:
             lower = self.op("pow", u, self.minus(v, self.one))
-            return self.times(self.times(v, lower), self.d[0])
+            slope = self.times(v, lower)
+            if v.op != "const":  # 0 * u ** -1 is NaN at u = 0
+                slope = self.graph.where(self.op("eq", v, self.zero), self.zero, slope)
+            return self.times(slope, self.d[0])
         grown = self.plus(
             self.times(self.d[1], self.op("log", u)), self.op("div", self.times(v, self.d[0]), u)
         )

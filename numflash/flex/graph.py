@@ -29,8 +29,16 @@ def _sigmoid(x: Any) -> Any:
     return 0.5 * (1 + np.tanh(0.5 * np.asarray(x, float)))
 
 
-def _shift_amount(n: Any) -> Any:
-    return np.bitwise_and(n, 31)
+def _shifted(shift: Callable) -> Callable:
+    """A shift of 64-bit integers that takes amounts below 0 and above 63 as a very far shift."""
+
+    def shifted(x: Any, n: Any) -> Any:
+        far = (np.asarray(n) < 0) | (np.asarray(n) > 63)
+        if shift is np.left_shift:
+            return np.where(far, 0, shift(x, np.where(far, 0, n)))
+        return shift(x, np.where(far, 63, n))
+
+    return shifted
 
 
 # operation -> (rule for the result's kind, NumPy function); rules: "arith" the widest operand's,
@@ -45,8 +53,8 @@ OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "max": ("arith", np.maximum),
     "neg": ("arith", np.negative),
     "abs": ("arith", np.abs),
-    "shl": ("logic", lambda x, n: np.left_shift(x, _shift_amount(n))),
-    "shr": ("logic", lambda x, n: np.right_shift(x, _shift_amount(n))),
+    "shl": ("logic", _shifted(np.left_shift)),
+    "shr": ("logic", _shifted(np.right_shift)),
     "div": ("float", np.true_divide),
     "pow": ("float", lambda x, y: np.power(np.asarray(x, float), y)),
     "tanh": ("float", np.tanh),
@@ -64,6 +72,7 @@ OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "ceil": ("float", np.ceil),
     "round": ("float", np.rint),
     "trunc": ("float", np.trunc),
+    "detach": ("float", np.asarray),  # its derivative is 0
     "lt": ("compare", np.less),
     "le": ("compare", np.less_equal),
     "gt": ("compare", np.greater),
@@ -75,6 +84,12 @@ OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "xor": ("logic", np.bitwise_xor),
     "not": ("logic", np.invert),
 }
+UNARY = (
+    "neg", "abs", "not", "tanh", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf",
+    "sigmoid", "floor", "ceil", "round", "trunc", "detach",
+)  # fmt: skip
+OF_BOOLEANS = {"add": "or", "max": "or", "mul": "and", "min": "and"}  # as NumPy and PyTorch do
+LARGEST_POWER = 8  # of integers, that becomes products
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 ROUNDINGS = ("floor", "ceil", "round", "trunc")
 WIDTH = {"b": 0, "i": 1, "f": 2}
@@ -184,17 +199,30 @@ class Graph:
 
     def make(self, op: str, *args: Node) -> Node:
         """The node of an operation on operands of any kind."""
+        wanted = 1 if op in UNARY else 2
+        if len(args) != wanted:
+            raise Untraceable(
+                f"`{op}` of {len(args)} operands cannot be recorded; allowed: {wanted}"
+            )
         rule = OPERATIONS[op][0]
         kind = max((x.kind for x in args), key=WIDTH.__getitem__)
         if rule == "arith" and kind == "b":
+            if op in OF_BOOLEANS:
+                return self.make(OF_BOOLEANS[op], *args)
+            if op == "sub":
+                raise Untraceable("`-` of booleans: write `^`, or cast them to integers")
             kind = "i"
+        if op == "pow" and kind != "f":
+            power = self._power_of_integers(*args)
+            if power is not None:
+                return power
         if rule == "logic":
             if kind == "f":
                 raise Untraceable(f"`{op}` takes booleans or integers, not floats")
             if op in ("shl", "shr"):
                 kind = "i"
         if rule == "float":
-            if op in ROUNDINGS and kind != "f":
+            if op in (*ROUNDINGS, "detach") and kind != "f":
                 return args[0]
             args = tuple(self.cast(x, "f") for x in args)
             kind = "f"
@@ -210,6 +238,15 @@ class Graph:
                 return simple
         folded = self._fold(op, args, kind)
         return folded if folded is not None else self._node(op, args, kind)
+
+    def _power_of_integers(self, x: Node, y: Node) -> Node | None:
+        """x ** y of integers with a small constant exponent, exact; None of others."""
+        if y.op != "const" or not 0 <= y.data <= LARGEST_POWER:
+            return None
+        out, x = self.constant(1), self.cast(x, "i")
+        for _ in range(int(y.data)):
+            out = self.make("mul", out, x)
+        return out
 
     def _power(self, x: Node, y: Node) -> Node | None:
         """x ** y of a small constant exponent, or of a constant base, in simpler operations."""

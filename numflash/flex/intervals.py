@@ -113,7 +113,7 @@ class Intervals:
     def _rounded(self, x: Node, found: Interval, operands: list[Interval]) -> Interval:
         low, high, _ = found
         nan = any(y.nan for y in operands) or found.nan
-        if x.op in ("neg", "abs", "min", "max", *ROUNDINGS):
+        if x.op in ("neg", "abs", "min", "max", "detach", *ROUNDINGS):
             return Interval(low, high, nan)
         if x.op not in MONOTONE:
             nan = nan or not all(
@@ -238,6 +238,9 @@ class Intervals:
         inside = (x.low <= 0) & (x.high >= 0)
         return Interval(np.where(inside, 0, np.minimum(low, high)), np.maximum(low, high))
 
+    def _f_detach(self, x: Interval) -> Interval:
+        return x
+
     _i_add = _f_add = _add
     _i_sub = _f_sub = _sub
     _i_mul = _f_mul = _mul
@@ -266,12 +269,12 @@ class Intervals:
         )
 
     def _i_shl(self, x: Interval, y: Interval) -> Interval:
-        if not (np.all(y.low >= 0) and np.all(y.high < 32)):
+        if not (np.all(y.low >= 0) and np.all(y.high < 64)):
             return _unknown("i")
         return _corners(lambda u, n: u * np.exp2(n), x, y)
 
     def _i_shr(self, x: Interval, y: Interval) -> Interval:
-        if not (np.all(y.low >= 0) and np.all(y.high < 32)):
+        if not (np.all(y.low >= 0) and np.all(y.high < 64)):
             most = np.maximum(np.abs(x.low), np.abs(x.high))
             return Interval(-most, most)
         return _corners(lambda u, n: np.floor(u / np.exp2(n)), x, y)

@@ -43,10 +43,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile function with the frame of its arrays; both are freed with this object."""
+    """A tile function with the frame of its arrays; all are freed with this object.
+
+    arrays : whose addresses the frame holds; a copy of a captured array has no other owner
+    """
 
     machine: Machine
     frame: np.ndarray
+    arrays: tuple[np.ndarray, ...]
 
     @property
     def address(self) -> int:
@@ -67,7 +71,7 @@ def lanes_of_target() -> int:
 def tile(program: Program, double: bool = False, gradient: bool = False) -> Tile:
     """The tile function of a program, compiled unless it is known."""
     form = Form(double, 1 if double else lanes_of_target(), gradient)
-    return Tile(machine_code(program, form), program.frame())
+    return Tile(machine_code(program, form), program.frame(), tuple(program.arrays))
 
 
 _known: dict[tuple[str, Form], Machine] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -117,9 +118,10 @@ class BlockMask:
         """
         rows, keys = block = block_size(BLOCK_SIZE)
         indices = import_array("kv_indices", kv_indices).array
-        if indices.ndim != 4:
+        if indices.ndim != 4 or indices.dtype.kind not in "iu":
             raise ArgumentError(
-                f"kv_indices: got shape {indices.shape}; allowed: (B, H, blocks of L, blocks of S)"
+                f"kv_indices: got shape {indices.shape} of dtype {indices.dtype}; allowed: integers "
+                "(B, H, blocks of L, blocks of S)"
             )
         states: Any = np.zeros(indices.shape, np.uint8)
         _fill(states, "kv", kv_num_blocks, indices, PARTIAL)
@@ -127,6 +129,9 @@ class BlockMask:
             full = import_array("full_kv_indices", full_kv_indices).array
             _fill(states, "full_kv", full_kv_num_blocks, full, FULL)
         lengths = seq_lengths or (states.shape[2] * rows, states.shape[3] * keys)
+        whole = all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths)
+        if not whole or len(lengths) != 2:
+            raise ArgumentError(f"seq_lengths: got {lengths!r}; allowed: two integers")
         nb, nh, *blocks = states.shape
         if [-(-lengths[0] // rows), -(-lengths[1] // keys)] != blocks:
             raise ArgumentError(

@@ -57,6 +57,8 @@ def _floats(lanes: Lanes, x: Node, args: list[Any]) -> Any:
     if op in ("add", "sub", "mul", "div"):
         plain = {"add": b.fadd, "sub": b.fsub, "mul": b.fmul, "div": b.fdiv}[op]
         return plain(*args, flags=("contract",) if "score" in x.uses else ())
+    if op == "detach":
+        return args[0]
     if op == "neg":
         return b.fneg(args[0])
     if op == "abs":
@@ -81,9 +83,19 @@ def _integers(lanes: Lanes, x: Node, args: list[Any]) -> Any:
     if op in ("min", "max"):
         return b.select(b.icmp_signed("<" if op == "min" else ">", *args), *args)
     if op in ("shl", "shr"):
-        amount = b.and_(args[1], lanes.integer(31))
-        return b.shl(args[0], amount) if op == "shl" else b.ashr(args[0], amount)
+        return _shift(lanes, op, *args)
     return _divide(lanes, op, args[0], args[1], x.args[1])
+
+
+def _shift(lanes: Lanes, op: str, x: Any, amount: Any) -> Any:
+    """Shifts by an integer's bits or more give 0, or the sign; LLVM leaves them undefined."""
+    b = lanes.b
+    last = lanes.integer((32 if lanes.whole == I32 else 64) - 1)
+    inside = b.icmp_unsigned("<=", amount, last)
+    if op == "shr":
+        return b.ashr(x, b.select(inside, amount, last))
+    zero = lanes.integer(0)
+    return b.select(inside, b.shl(x, b.select(inside, amount, zero)), zero)
 
 
 def _divide(lanes: Lanes, op: str, x: Any, y: Any, divisor: Node) -> Any:

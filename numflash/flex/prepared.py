@@ -15,6 +15,7 @@ from .gradient import derivative
 from .graph import INDICES, Graph, Node, Untraceable, reachable
 from .identity import identity
 from .intervals import Axis, Interval, Intervals
+from .program import readable
 from .soft_cap import soft_cap
 from .tracing import Capture, record
 
@@ -51,8 +52,10 @@ class Prepared:
                     "mask_mod: got a function that returns a float; allowed: a boolean"
                 )
             self.mask = self.graph.cast(found, "b")
-        if any(id(owner) not in capture.arrays for owner in self.graph.owners):
-            capture.steady = False  # an array that the function makes
+        made = any(id(owner) not in capture.arrays for owner in self.graph.owners)
+        copied = any(readable(array) is not array for array in self.graph.arrays)
+        if made or copied:  # an array that the function makes, or a copy of what may change
+            capture.steady = False
         self.capture = capture
         self._slope: Node | None = None
         self.plans: dict[Any, Any] = {}

@@ -9,6 +9,7 @@ of several are in `formulas`.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,9 +35,9 @@ class Values:
     graph: Graph
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **options: Any) -> Any:
-        if method != "__call__" or options.get("out") is not None:
+        if method != "__call__":
             raise Untraceable(f"np.{ufunc.__name__}.{method} cannot be recorded")
-        return apply(self.graph, ufunc.__name__, args, {})
+        return apply(self.graph, ufunc.__name__, args, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         return apply(self.graph, function.__name__, args, options)
@@ -78,6 +79,15 @@ class Values:
     def __iter__(self) -> Any:
         raise Untraceable("a traced value cannot be looped over")
 
+    def __round__(self, digits: Any = None) -> Any:
+        return apply(self.graph, "round", (self,), {"decimals": digits})
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
     def __neg__(self) -> Any:
         return apply(self.graph, "neg", (self,), {})
 
@@ -103,7 +113,9 @@ def _method(self: Any, name: str, *args: Any, **options: Any) -> Any:
 
 
 def _operator(op: str, swapped: bool = False) -> Callable:
-    def operator(self: Any, other: Any) -> Any:
+    def operator(self: Any, other: Any, *more: Any) -> Any:
+        if more:
+            raise Untraceable("pow() of three numbers cannot be recorded: write x ** y % z")
         return apply(self.graph, op, (other, self) if swapped else (self, other), {})
 
     return operator
@@ -322,6 +334,9 @@ FUNCTIONS = {
     "ne": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
     "equal": "eq", "not_equal": "ne",
 }  # fmt: skip
+OPERATORS = (  # that have a form with operands swapped (r...), and one in place (i...)
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "remainder", "pow", "and", "or", "xor", "lshift", "rshift",
+)  # fmt: skip
 REDUCTIONS = ("sum", "any", "all", "amin", "amax", "prod", "mean")
 SPECIAL: dict[str, Callable] = {}  # name -> f(graph, *arguments): what `formulas` writes
 
@@ -334,17 +349,16 @@ def special(functions: dict[str, Callable]) -> None:
 def apply(graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Record a call of a function by its name."""
     name = name.strip("_") if name not in FUNCTIONS else name
+    options = {key: value for key, value in options.items() if value is not None}
     if name == "getitem":
         array = host_array(args[0])
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         if array is None:
             return args[0][args[1]]
         return indexed(graph, array, args[0], index)
-    if name[0] == "r" and name not in FUNCTIONS and name[1:] in FUNCTIONS and len(args) == 2:
-        name = name[1:]
-        args = args[::-1]
-    if name[0] == "i" and name not in FUNCTIONS and name[1:] in FUNCTIONS and len(args) == 2:
-        name = name[1:]
+    if name[1:] in OPERATORS and name not in FUNCTIONS and len(args) == 2:
+        args = args[::-1] if name[0] == "r" else args
+        name = name[1:] if name[0] in "ri" else name
     if name in REDUCTIONS or (name in ("min", "max") and len(args) == 1):
         return reduce_values(graph, name, args[0])
     if name in ("dot", "inner", "matmul", "vdot"):
@@ -353,10 +367,20 @@ def apply(graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any
     if rows:
         return _elementwise(graph, name, args, options)
     if name in SPECIAL:
+        try:
+            inspect.signature(SPECIAL[name]).bind(graph, *args, **options)
+        except TypeError as error:
+            raise Untraceable(
+                f"{name}() cannot be recorded with these arguments: {error}"
+            ) from None
         return SPECIAL[name](graph, *args, **options)
     if name not in FUNCTIONS:
         raise Untraceable(f"{name}() cannot be recorded")
     op = FUNCTIONS[name]
+    if op in ("add", "sub") and "alpha" in options:  # PyTorch's: x + alpha * y
+        args = (args[0], apply(graph, "mul", (args[1], options.pop("alpha")), {}))
+    if options:
+        raise Untraceable(f"{name}() cannot be recorded with the option {next(iter(options))!r}")
     nodes = [scalar(graph, x).node for x in args]
     if op == "not" and nodes[0].kind == "f":
         raise Untraceable("`~` takes booleans or integers, not floats")
@@ -408,7 +432,11 @@ def reduce_values(graph: Graph, name: str, x: Any) -> Any:
             "prod": "mul",
             "mean": "sum",
         }.get(name, name)
-        items = [y.cast("b") for y in x.items] if name in ("any", "all") else x.items
+        kinds = {"any": "b", "all": "b", "sum": "i", "prod": "i", "mean": "i"}
+        items = [
+            y.cast(kinds[name]) if name in kinds and "b" in (kinds[name], y.node.kind) else y
+            for y in x.items
+        ]
         total: Any = functools.reduce(
             lambda u, v: apply(graph, {"sum": "add"}.get(op, op), (u, v), {}), items
         )

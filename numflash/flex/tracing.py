@@ -6,12 +6,13 @@ function as arrays that accept traced indices; PyTorch's tensors are intercepted
 
 from __future__ import annotations
 
+import dis
 import functools
 import linecache
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,25 +23,55 @@ from .graph import Graph, Node, Untraceable
 from .identity import same
 from .traced import Scalar, Values, apply, flatten, indexed, scalar, special
 
-LIBRARIES = ("numpy", "torch", "numba", "builtins")
+LIBRARIES = ("numpy", "torch", "numba", "math", "builtins")
+FIXED = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, np.ufunc)
+# What may be asked of a captured array without its contents: `Capture.current` compares the first
+# four, the others are numflash's own.
+FORM = frozenset(("shape", "ndim", "size", "dtype", "strides", "view", "capture", "owner"))
 special(FORMULAS)
 
 
 class Captured(np.ndarray):
-    """A captured array inside the function: NumPy's in all, but for traced indices."""
+    """A captured array inside the function: NumPy's in all, but for traced indices.
 
-    graph: Any
+    What the function computes of its contents by itself becomes a constant of the graph, which
+    therefore holds for this call alone.
+    """
+
+    capture: Any
     owner: Any
 
     def __array_finalize__(self, source: Any) -> None:
-        self.graph, self.owner = getattr(source, "graph", None), None
+        self.capture, self.owner = getattr(source, "capture", None), None
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in FORM and not name.startswith("__"):
+            self.capture.steady = False
+        return super().__getattribute__(name)
+
+    def __array_function__(self, *args: Any) -> Any:
+        self.capture.steady = False
+        return super().__array_function__(*args)
 
     def __getitem__(self, index: Any) -> Any:
         given = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(x, Values) for x in given):
+            self.capture.steady = False
             return super().__getitem__(index)
         owner = self if self.owner is None else self.owner
-        return indexed(self.graph, np.asarray(self), owner, given)
+        return indexed(self.capture.graph, np.asarray(self), owner, given)
+
+
+def _read_once(name: str) -> Callable:
+    def read(self: Captured) -> Any:
+        self.capture.steady = False
+        return getattr(super(Captured, self), name)()
+
+    return read
+
+
+for _name in ("__float__", "__int__", "__index__", "__bool__", "__iter__", "__complex__"):
+    setattr(Captured, _name, _read_once(_name))
 
 
 class Capture:
@@ -53,6 +84,7 @@ class Capture:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.steady = graph, True
         self.names: list[tuple[Callable[[], Any], Any]] = []
+        self.forms: list[tuple[Any, tuple]] = []
         self.arrays: set[int] = set()
         self.done: dict[int, Any] = {}
 
@@ -60,6 +92,9 @@ class Capture:
         """Whether every name still has the value that was traced."""
         if not self.steady:
             return False
+        for owner, form in self.forms:
+            if _form(owner) != form:
+                return False
         try:
             for read, value in self.names:
                 found = read()
@@ -95,17 +130,27 @@ class Capture:
             self.steady = False
             return {k: self.swap(v) for k, v in value.items()}
         if _is_tensor(value):
-            self.arrays.add(id(value))
+            self.know(value)
             return value
         if not _constant(value):
             self.steady = False  # an object, a class or a module whose attributes may change
         return value
 
+    def know(self, owner: Any) -> None:
+        """Remember an array or tensor of the caller, and its form."""
+        if id(owner) not in self.arrays:
+            self.arrays.add(id(owner))
+            self.forms.append((owner, _form(owner)))
+
     def array(self, value: np.ndarray) -> Captured:
+        if isinstance(value, np.ma.MaskedArray):
+            raise ArgumentTypeError(
+                "a captured masked array cannot be read; allowed: plain arrays, as .filled() makes them"
+            )
         if id(value) not in self.done:
             view = np.asarray(value).view(Captured)
-            view.graph, view.owner = self.graph, value
-            self.arrays.add(id(value))
+            view.capture, view.owner = self, value
+            self.know(value)
             self.done[id(value)] = view
         return self.done[id(value)]
 
@@ -113,7 +158,7 @@ class Capture:
         """A copy of an object whose attributes are looked through."""
         if isinstance(value, type) or not hasattr(value, "__dict__") or _is_tensor(value):
             return value
-        if type(value).__module__.startswith(LIBRARIES):
+        if _of_library(type(value).__module__):
             return value
         copy = object.__new__(type(value))
         copy.__dict__.update(
@@ -122,7 +167,7 @@ class Capture:
         return copy
 
     def function(self, f: types.FunctionType) -> Any:
-        if (f.__module__ or "").split(".")[0] in ("numpy", "torch", "math"):
+        if _of_library(f.__module__ or ""):
             return f
         if id(f) in self.done:
             return self.done[id(f)]
@@ -137,6 +182,8 @@ class Capture:
             new.__kwdefaults__ = {k: self.look(functools.partial(named.get, k)) for k in named}
         for mine, cell in zip(cells, f.__closure__ or (), strict=True):
             mine.cell_contents = self.look(functools.partial(getattr, cell, "cell_contents"))
+        if any(not _of_library(name) for name in _imported(f.__code__)):
+            self.steady = False
         for name in _names(f.__code__):
             if name in names:
                 names[name] = self.look(functools.partial(f.__globals__.__getitem__, name))
@@ -149,14 +196,36 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def _imported(code: types.CodeType) -> Iterator[str]:
+    """Modules that a function, or one written inside it, imports."""
+    for x in dis.get_instructions(code):
+        if x.opname == "IMPORT_NAME":
+            yield x.argval
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _imported(inner)
+
+
+def _of_library(module: str) -> bool:
+    return module.split(".")[0] in LIBRARIES
+
+
 def _constant(x: Any) -> bool:
-    """Whether nothing that a function reads of a value, but its elements, can change."""
-    if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
+    """Whether nothing that a function reads of a value can change."""
+    if isinstance(x, FIXED):
         return True
     if isinstance(x, types.ModuleType):
-        return x.__name__.startswith((*LIBRARIES, "math"))
-    owner = x if isinstance(x, type) else type(x)
-    return isinstance(x, types.BuiltinFunctionType) or owner.__module__.startswith(LIBRARIES)
+        return _of_library(x.__name__)
+    if isinstance(x, types.BuiltinFunctionType):  # a method of an object may read what changes
+        return x.__self__ is None or isinstance(x.__self__, (types.ModuleType, type))
+    return isinstance(x, type) and _of_library(x.__module__)
+
+
+def _form(x: Any) -> tuple:
+    """Where an array or a tensor lies and how it is laid out: what a trace has read of it."""
+    if isinstance(x, np.ndarray):
+        return x.shape, x.strides, x.dtype
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _is_tensor(x: Any) -> bool:
@@ -171,17 +240,20 @@ def _mode_class() -> type:
     class Recording(TorchFunctionMode):
         """PyTorch's functions of traced values are recorded, all others run."""
 
-        def __init__(self, graph: Graph) -> None:
+        def __init__(self, capture: Capture) -> None:
             super().__init__()
-            self.graph = graph
+            self.capture = capture
 
         def __torch_function__(
             self, function: Any, types: Any, args: Any = (), options: Any = None
         ) -> Any:
             options = options or {}
             if any(isinstance(x, Values) for x in flatten([*args, *options.values()])):
-                return apply(self.graph, function.__name__, args, options)
-            return function(*args, **options)
+                return apply(self.capture.graph, function.__name__, args, options)
+            found = function(*args, **options)
+            if isinstance(found, (bool, int, float, complex, list)):
+                self.capture.steady = False  # a number that a tensor holds now
+            return found
 
     return Recording
 
@@ -209,7 +281,7 @@ def record(
     given = [Scalar(graph, x) for x in arguments]
     try:
         if "torch" in sys.modules:
-            with _mode_class()(graph):
+            with _mode_class()(capture):
                 found = swapped(*given)
         else:
             found = swapped(*given)

@@ -18,7 +18,7 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..flex import BlockMask, captured
 from ..flex import flex_attention as attend
 from .checks import autocast
-from .operator import pytorch_threads
+from .operator import no_second_derivatives, pytorch_threads
 from .routing import use
 
 _converted: WeakKeyDictionary[Any, BlockMask] = WeakKeyDictionary()
@@ -45,6 +45,34 @@ def _block_mask(given: Any) -> BlockMask | None:
     return _converted[given]
 
 
+class _Gradients(torch.autograd.Function):
+    """Gradients of query, key and value; a function of its own, so that theirs are refused."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        functions: Any,
+        options: Any,
+    ) -> Any:
+        score_mod, block_mask = functions
+        options = {name: x for name, x in options.items() if name != "pv"}  # of "int8" only
+        operands = (x.detach() for x in (grad_out, query, key, value, out, lse))
+        with pytorch_threads():
+            return attention_backward(
+                *operands, score_mod=score_mod, block_mask=block_mask, **options
+            )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return no_second_derivatives(ctx, *grads)
+
+
 class _Flex(torch.autograd.Function):
     """out and lse; the lse is a by-product without a gradient."""
 
@@ -62,18 +90,8 @@ class _Flex(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
-        score_mod, block_mask = ctx.functions
-        options = {name: x for name, x in ctx.options.items() if name != "pv"}  # of "int8" only
-        with pytorch_threads():
-            found = attention_backward(
-                grad_out.detach(),
-                *(x.detach() for x in ctx.saved_tensors),
-                score_mod=score_mod,
-                block_mask=block_mask,
-                **options,
-            )
+        found = _Gradients.apply(grad_out, *ctx.saved_tensors, ctx.functions, ctx.options)
         return (*found, None, None)
 
 

@@ -290,11 +290,12 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple:
     )
 
 
-def _second(ctx: Any, *grads: Any) -> tuple:
+def no_second_derivatives(ctx: Any, *grads: Any) -> tuple:
+    """Refuse the backward pass of a backward pass."""
     raise UnsupportedError(
         "derivatives: got a gradient of a gradient; allowed: first derivatives only"
     )
 
 
 attention_operator.register_autograd(_gradients, setup_context=_save)
-attention_backward_operator.register_autograd(_second)
+attention_backward_operator.register_autograd(no_second_derivatives)
