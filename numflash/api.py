@@ -302,7 +302,7 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     if plan is not None:
         return plan(query, key, value)
     choice("impl", impl, IMPLS)
-    known("attention_int8", options, (*COMMON, "pv", "return_lse"))
+    known("attention_int8", options, (*COMMON, "pv", "return_lse", "impl"))
     problem = validation.quantized_problem(query, key, value, Options(**options))
     ndim = query.data.ndim
     out, lse = solve(problem, impl)
@@ -372,7 +372,8 @@ def attention_varlen(
         plan = plans.find(call)
         if plan is not None:
             return plan(query, key, value)
-    known("attention_varlen", options, VARLEN_OPTIONS)
+    named = ("is_causal", "return_lse", "impl", "score_mod", "mask_mod")
+    known("attention_varlen", options, (*VARLEN_OPTIONS, *named))
     choice("impl", impl, IMPLS)
     asked = Options(is_causal=is_causal, return_lse=return_lse, layout="blhd", **options)
     operands = validation.import_operands(query, key, value)

@@ -78,6 +78,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             ),
             option(
                 "--dtype",
+                choices=["int8", "int4", "float32", "bfloat16", "float16"],
                 default="int8",
                 help="storage of the KV cache of `demo decode` and `demo generate`",
             ),
@@ -133,8 +134,9 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             *CASE,
             option(
                 "--precision",
+                choices=["float32", "bfloat16", "float16", "int8"],
                 default="int8",
-                help="float32, bfloat16, float16 or int8 (default)",
+                help="of the products (default int8)",
             ),
             flag("--roof", "also measure the peaks of this machine, and say which one limits"),
         ),
@@ -261,7 +263,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
-    0, 1 for an error that has a message, 2 for a wrong command line.
+    0, 1 for an error that has a message, 2 for a wrong command line, 130 for an interrupt.
     """
     os.environ.setdefault(
         "OPENBLAS_NUM_THREADS", "1"
@@ -279,6 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(result, indent=1, default=str))
         else:
             args.function(args)
+    except KeyboardInterrupt:
+        print("numflash: interrupted; kernels that are compiled stay on disk", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `numflash ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (NumflashError, ArithmeticError, MemoryError, OSError) as error:

@@ -61,11 +61,12 @@ def _command(request: Request) -> str:
     return shlex.join(words)
 
 
-def _environment(request: Request, cache: str) -> str:
+def _environment(request: Request) -> str:
+    """The kernels' folder stays after the job: the next one finds them compiled."""
     return f"""source {shlex.quote(request.environment)}/bin/activate
 export NUMBA_NUM_THREADS={request.threads} OMP_NUM_THREADS={request.threads}
 export OMP_PROC_BIND=close OMP_PLACES=cores
-export NUMBA_CACHE_DIR={cache}
+export NUMBA_CACHE_DIR="${{NUMBA_CACHE_DIR:-$HOME/.cache/numflash/numba-cache}}"
 mkdir -p "$NUMBA_CACHE_DIR\""""
 
 
@@ -91,7 +92,7 @@ def fugaku(request: Request) -> str:
 #PJM -j
 {account}set -e
 # one process per core memory group: {request.threads} threads, and 8 GiB of HBM2, of its own
-{_environment(request, '"${PJM_JOBDIR:-$PWD}/numba-cache"')}
+{_environment(request)}
 cat > group-$PJM_JOBID.sh << 'END'
 #!/bin/bash
 node=$((4 + ${{PLE_RANK_ON_NODE:-${{OMPI_COMM_WORLD_LOCAL_RANK:-0}}}}))     # the groups are NUMA nodes 4 to 7
@@ -100,7 +101,7 @@ END
 chmod +x group-$PJM_JOBID.sh
 
 numactl --cpunodebind=4 --membind=4 python -m numflash info      # must say: a64fx, sve
-numactl --cpunodebind=4 --membind=4 python -m numflash warmup    # compiles once, into the cache of all processes
+numactl --cpunodebind=4 --membind=4 python -m numflash warmup    # compiles once, for this job and later ones: minutes
 mpiexec -n {processes} ./group-$PJM_JOBID.sh {_command(request)}
 """
 
@@ -117,9 +118,9 @@ def slurm(request: Request) -> str:
 #SBATCH --time={request.time}
 {account}{queue}set -e
 # one process per memory group (NUMA node): {request.threads} threads, memory from the same group
-{_environment(request, '"$PWD/numba-cache-$SLURM_JOB_ID"')}
+{_environment(request)}
 srun --nodes=1 --ntasks=1 python -m numflash info
-srun --nodes=1 --ntasks=1 python -m numflash warmup              # compiles once, into the cache of all processes
+srun --nodes=1 --ntasks=1 python -m numflash warmup              # compiles once, for this job and later ones: minutes
 srun --cpu-bind=cores --mem-bind=local --distribution=block:block {_command(request)}
 """
 

@@ -185,7 +185,8 @@ def flex_attention(
     UnsupportedError
         precision "int8" on CUDA, or with attn_mask, softcap or alibi_slopes.
     """
-    known("flex_attention", options, OPTIONS)
+    named = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "impl")
+    known("flex_attention", options, (*OPTIONS, *named))
     choice("impl", impl, IMPLS)
     asked = Options(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, **options)
     if impl in ("auto", "cuda") and on_device(query):

@@ -44,12 +44,21 @@ class Prepared:
         if score_mod is not None:
             arguments = [self.graph.score, *self.graph.indices]
             found = record("score_mod", self.graph, score_mod, arguments, capture)
+            if found.kind == "b":
+                raise ArgumentTypeError(
+                    "score_mod: got a function that returns a condition; allowed: a changed score. "
+                    "Conditions go to create_block_mask"
+                )
             self.score = self.graph.cast(found, "f")
         if mask_mod is not None:
             found = record("mask_mod", self.graph, mask_mod, self.graph.indices, capture)
             if found.kind == "f":
                 raise ArgumentTypeError(
                     "mask_mod: got a function that returns a float; allowed: a boolean"
+                )
+            if found.kind == "i" and found.op != "const":
+                raise ArgumentTypeError(
+                    "mask_mod: got a function that returns an integer; allowed: a boolean, as `!= 0` makes it"
                 )
             self.mask = self.graph.cast(found, "b")
         made = any(id(owner) not in capture.arrays for owner in self.graph.owners)

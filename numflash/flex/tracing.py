@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, NumflashError
 from .formulas import FORMULAS
 from .graph import Graph, Node, Untraceable
 from .identity import same
@@ -288,6 +288,13 @@ def record(
         return scalar(graph, found).node
     except Untraceable as error:
         raise ArgumentTypeError(f"{name}: {_where(error)}{error}") from None
+    except (TypeError, IndexError) as error:
+        if isinstance(error, NumflashError):
+            raise
+        raise ArgumentTypeError(
+            f"{name}: {_where(error)}{error}; allowed: {len(given)} arguments, arrays made outside of the function, "
+            "operations of single numbers"
+        ) from error
 
 
 def _where(error: Exception) -> str:

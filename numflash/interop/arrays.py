@@ -208,7 +208,8 @@ def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
     if x.requires_grad:
         if torch.is_grad_enabled():
             raise ArgumentError(
-                f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, or call under no_grad()"
+                f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, "
+                "call under no_grad(), or numflash.torch.attention, which has gradients"
             )
         x = x.detach()
     try:

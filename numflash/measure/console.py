@@ -13,6 +13,9 @@ from importlib.util import find_spec
 from typing import Any
 
 
+MOST_LINES = 60
+
+
 def count(n: int, word: str) -> str:
     """A number with its word: "1 thread", "2 threads"."""
     return f"{n} {word}{'s' * (n != 1)}"
@@ -75,6 +78,8 @@ class Table:
 class Progress:
     """Steps of known number: a bar on a terminal with rich, else one line each.
 
+    Of more than MOST_LINES steps a line a second is printed.
+
     >>> with Progress("warmup", 2) as progress:
     ...     progress.step("first")
     ...     progress.step("second")
@@ -83,6 +88,7 @@ class Progress:
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total, self.done, self.start = title, total, 0, time.perf_counter()
         self.bar: Any = None
+        self.printed = -1.0
 
     def __enter__(self) -> Progress:
         if find_spec("rich") and sys.stderr.isatty():
@@ -101,6 +107,9 @@ class Progress:
             self.bar.update(self.task, completed=self.done - 1, description=f"{self.title}: {what}")
         else:
             seconds = time.perf_counter() - self.start
+            if self.total > MOST_LINES and seconds < self.printed + 1:
+                return
+            self.printed = seconds
             print(
                 f"[{seconds:5.1f} s] {self.title} {self.done}/{self.total}: {what}",
                 file=sys.stderr,

@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import NumflashError, UnsupportedError
+from ..interop.arguments import choice, flag
+from ..validation.options import PRECISIONS
 from .sdpa import PYTORCH, scaled_dot_product_attention
 
 logger = logging.getLogger("numflash")
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
+WEIGHTS = "torch.nn.MultiheadAttention that returns its weights; allowed: need_weights=False"
 _FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
 
 
@@ -47,7 +50,9 @@ class use(TorchFunctionMode):
 
     def __init__(self, precision: str | None = None, fallback: bool = False) -> None:
         super().__init__()
-        self.precision, self.fallback = precision, fallback
+        if precision is not None:
+            choice("precision", precision, PRECISIONS)
+        self.precision, self.fallback = precision, flag("fallback", fallback)
         self.calls = 0
         self.fallbacks: Counter[str] = Counter()
 
@@ -69,6 +74,7 @@ class use(TorchFunctionMode):
         """
         if func is not _MULTI_HEAD or torch.compiler.is_compiling():
             if self.fallback:
+                self.fallbacks["torch.nn.MultiheadAttention inside torch.compile"] += 1
                 return func(*args, **kwargs)
             raise UnsupportedError(
                 "torch.nn.MultiheadAttention: not routed inside torch.compile; allowed: uncompiled, or "
@@ -81,7 +87,15 @@ class use(TorchFunctionMode):
         body = FunctionType(
             func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__
         )
-        return body(*args, **kwargs)
+        before = self.calls + self.fallbacks.total()
+        out = body(*args, **kwargs)
+        if (
+            before == self.calls + self.fallbacks.total()
+        ):  # it multiplies by itself, for the weights
+            if not self.fallbacks[WEIGHTS]:
+                logger.warning("PyTorch computes by itself: %s", WEIGHTS)
+            self.fallbacks[WEIGHTS] += 1
+        return out
 
     def __enter__(self) -> Any:
         from .flex import route

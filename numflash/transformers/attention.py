@@ -29,6 +29,9 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "numflash_int8": {"precision": "int8"},
     "numflash_int8_pv_int16": {"precision": "int8", "pv": "int16"},
 }
+# What some models pass beside a mask, and put into the mask itself only for 'sdpa' and 'eager': keys of each
+# query, and a sink of each query.
+CHOSEN_KEYS = ("indices", "block_indices", "sinks")
 
 
 def register() -> None:
@@ -118,6 +121,12 @@ def attend(
     """
     if dropout or output_attentions or cache is not None:
         _refuse(dropout, output_attentions, cache)
+    for name in CHOSEN_KEYS:
+        if others.get(name) is not None:
+            raise ArgumentError(
+                f"{name}: got one; allowed with attn_implementation 'numflash': None. This model chooses keys, or has a "
+                "sink, for each query by itself: take 'sdpa' or 'eager'"
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     operands = (query, key, value)
     options: dict[str, Any] = {
