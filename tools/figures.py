@@ -359,7 +359,7 @@ def _ready(found: dict[str, Any], _: bool) -> str:
 
 
 def _accuracy(found: dict[str, Any], _: bool) -> str:
-    labels = {"float32": "float32, and float16 inputs", "int8": "int8", "bfloat16": "bfloat16"}
+    labels = {"float32": "float32", "int8": "int8", "bfloat16": "bfloat16"}
     lines = [
         "| precision | cosine | relative L1 | RMSE | max abs | worst row |",
         "|---|---|---|---|---|---|",

@@ -18,6 +18,7 @@ import logging
 import os
 import pickle
 import re
+import time
 import types
 import uuid
 from collections.abc import Callable, Iterator
@@ -96,11 +97,22 @@ def source_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-@functools.cache
-def _announce() -> None:
-    logger.warning(
-        "compiling numflash kernels: the first call only, they are cached on disk (numflash warmup does it ahead)"
-    )
+ANNOUNCED_EVERY = 15.0  # seconds
+_announced: list[float] = []  # when
+
+
+def _announce(name: str) -> None:
+    """Say what takes so long: at once, and again while kernels are still being compiled."""
+    now = time.monotonic()
+    if _announced and now < _announced[-1] + ANNOUNCED_EVERY:
+        return
+    if _announced:
+        logger.warning("compiling one more numflash kernel: %s", name)
+    else:
+        logger.warning(
+            "compiling numflash kernels, for their first call: they are cached on disk (numflash warmup does it ahead)"
+        )
+    _announced.append(now)
 
 
 _said: set[str] = set()  # what is said once
@@ -336,7 +348,7 @@ class _PackageCache(caching.FunctionCache):
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(sig, target_context)
         if found is None:
-            _announce()
+            _announce(self._py_func.__qualname__.rsplit(".", 1)[-1])
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-
 MOST_LINES = 60
 
 
