@@ -359,15 +359,13 @@ def _ready(found: dict[str, Any], _: bool) -> str:
 
 
 def _accuracy(found: dict[str, Any], _: bool) -> str:
-    labels = {"float32": "float32", "int8": "int8", "bfloat16": "bfloat16"}
     lines = [
         "| precision | cosine | relative L1 | RMSE | max abs | worst row |",
         "|---|---|---|---|---|---|",
     ]
     for name, e in found["accuracy"].items():
-        label = labels.get(name, name)
         cells = [f"{e[key]:.1e}" for key in ("relative_l1", "rmse", "max_abs", "worst_row")]
-        lines.append(f"| {label} | {e['cosine']:.6f} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {e['cosine']:.6f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
