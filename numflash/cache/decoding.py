@@ -73,9 +73,8 @@ def lse_of(
     memory: Memory, plan: Plan, query: np.ndarray, scale: Any, changes: Changes
 ) -> np.ndarray:
     """lse (B, H, L) float32, natural log, of the plan's last call."""
-    shifted = (
-        memory.settings.smooth and not changes.cap_or_functions
-    )  # else the kernel has added it
+    # with a cap or a function the kernel itself has added the offset to the scores
+    shifted = memory.settings.smooth and not changes.cap_or_functions
     one = fx.SUM_ONE if memory.settings.dtype in INTEGERS else 1
     return natural_lse(
         plan.m, plan.l, query, memory.offset if shifted else None, memory.calls.factor(scale), one

@@ -145,7 +145,12 @@ def stream_of(problem: Problem, isa: str) -> int:
 def run_general(
     problem: Problem, isa: str, shaped: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The same for operands of all kinds; out is `shaped`, contiguous (B, H, L, Dv) float32."""
+    """Attention of operands of all kinds: `shaped`, contiguous (B, H, L, Dv) float32, is written.
+
+    Returns
+    -------
+    out (B, H, L, Dv), which is `shaped`; lse (B, H, L) float32, or None where nobody asks for it
+    """
     if isinstance(problem.query, np.ndarray):
         problem = quantize_problem(problem)
     isa, rows = chosen(isa)

@@ -26,9 +26,8 @@ F = np.float32
 LOG2E = 1 / np.log(2.0)
 Array = np.ndarray
 NO_LIMIT = 1 << 40
-Results = (
-    tuple[np.ndarray, np.ndarray] | None
-)  # contiguous float32 arrays of the caller to be written, or None
+# contiguous float32 arrays of the caller to be written, or None
+Results = tuple[np.ndarray, np.ndarray] | None
 
 
 def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:

@@ -102,7 +102,7 @@ def _softplus(graph: Graph, x: Any, beta: float = 1.0, threshold: float = 20.0) 
 
 
 def _log1p(graph: Graph, x: Any) -> Any:
-    """log(u) * x / (u - 1) with u = 1 + x, which makes good what rounding u loses (Kahan)."""
+    """log(1 + x); near 0, where rounding 1 + x loses digits, five terms of the series."""
     x = scalar(graph, x).cast("f")
     near = x * (1.0 - x * (0.5 - x * (1 / 3 - x * (0.25 - x * 0.2))))
     return _where(graph, abs(x) < 0.05, near, apply(graph, "log", (1.0 + x,), {}))

@@ -206,7 +206,6 @@ def reinterpret(typingctx, x, dtype):
 
 
 # ---- scratch memory of calls
-# -----------------------------------------------------------------------------------------------------
 KEPT = 16 << 20  # bytes of scratch memory that a thread keeps between calls, at most
 
 
@@ -249,10 +248,8 @@ class Scratch(threading.local):
 
     def take(self, nbytes: int) -> Room:
         """Memory that nobody else has until it is given back; what it holds is arbitrary."""
-        room, self.room = (
-            self.room,
-            None,
-        )  # a call from a signal handler or a finaliser gets its own
+        # a call from a signal handler or a finaliser gets its own
+        room, self.room = self.room, None
         return room if room is not None and room.nbytes >= nbytes else Room(nbytes)
 
     def give(self, room: Room) -> None:

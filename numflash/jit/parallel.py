@@ -120,9 +120,8 @@ def over_tasks(typingctx, body, count, args):
     shared = share_type.get_call_type(typingctx, (types.intp, types.intp, types.intp), {})
 
     def codegen(context, b, sig, values):
-        frame_type = ir.LiteralStructType(
-            [I32, context.get_value_type(args)]
-        )  # whether a task failed; its arguments
+        # whether a task failed; its arguments
+        frame_type = ir.LiteralStructType([I32, context.get_value_type(args)])
         frame = cgutils.alloca_once(b, frame_type)
         b.store(ir.Constant(I32, 0), cgutils.gep_inbounds(b, frame, 0, 0))
         b.store(values[2], cgutils.gep_inbounds(b, frame, 0, 1))

@@ -27,9 +27,8 @@ LIMIT = 2.0**100  # combined scales are cut here
 
 def largest(x: np.ndarray) -> float:
     """The largest element, 0 of an empty array."""
-    return float(
-        np.maximum.reduce(x, None, initial=0)
-    )  # x.max() takes twice as long where nothing is in the cache
+    # x.max() takes twice as long where nothing is in the cache
+    return float(np.maximum.reduce(x, None, initial=0))
 
 
 def score_unit(scale: float, softcap: float = 0.0) -> float:
@@ -74,9 +73,8 @@ def row_shift(q: QuantizedTensor, offset: np.ndarray | None, scale: float) -> np
     if offset is None:
         return None
     offset = np.repeat(offset.astype(np.float64), q.data.shape[1] // offset.shape[1], 1)
-    dots = np.einsum(
-        "bhld,bhd->bhl", q.data, offset[:, :, 0]
-    )  # no BLAS: its threads would keep spinning after the call
+    # no BLAS: its threads would keep spinning after the call
+    dots = np.einsum("bhld,bhd->bhl", q.data, offset[:, :, 0])
     return dots * q.row_scale() * scale
 
 

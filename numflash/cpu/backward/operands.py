@@ -88,7 +88,7 @@ class Options(NamedTuple):
     """Which keys a query attends to and how its scores change, in units of log2, turned round like
     the tiles.
 
-    left, right, diagonal, key_lengths : as in `scores.Semantics`
+    left, right, diagonal, key_lengths : as in `semantics.Semantics`
     hidden : (Nkv, S) bool, keys to leave out; empty if none
     mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four
         sizes may be 1

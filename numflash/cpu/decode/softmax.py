@@ -82,9 +82,8 @@ def value_ratios(tile: Tile, rows: int):
             top = constant(ints, 0)
             for some, key, value in zip(held, keys, values, strict=True):
                 bad = b.or_(bad, b.and_(some, b.fcmp_unordered("uno", key, key)))
-                bits = b.select(
-                    some, b.bitcast(value, ints), top
-                )  # finite and positive: ordered like their bits
+                # finite and positive: ordered like their bits
+                bits = b.select(some, b.bitcast(value, ints), top)
                 top = call(b, f"llvm.smax.v{lanes}i32", ints, top, bits)
             largest = b.bitcast(call(b, f"llvm.vector.reduce.smax.v{lanes}i32", I32, top), F32)
             factor = splat(b, b.fdiv(ir.Constant(F32, 65536.0), largest), floats)

@@ -12,10 +12,6 @@ from ..isa.vectors import F32, I8, I16, I32, I64, constant, vector
 
 TILE = ROWS * WIDTH  # bytes
 GROUP = 8  # rows whose octaves are found together
-# octaves for which int16 scores are exact: as in `flash_int8`
-LOWEST = -110
-HIGHEST = 127
-MOST_OCTAVES = 2**15  # of a base
 INTS, FLOATS, WORDS, BYTES = (
     vector(t, 64 // n) for t, n in ((I32, 4), (F32, 4), (I16, 2), (I8, 1))
 )
@@ -80,9 +76,8 @@ class Scratch(NamedTuple):
     octaves: int = 36864 + 128  # (32,) int32
     scales: int = 36864 + 256  # (32,) float32: what brings a block's sums to the running octave
     totals: int = 36864 + 384  # (32,) int32: sums of the weights
-    partial: int = (
-        36864 + 512
-    )  # (32, 16) int32: partial sums of the weights, then (32,) float32 factors of O
+    # (32, 16) int32: partial sums of the weights, then (32,) float32 factors of O
+    partial: int = 36864 + 512
     floats: int = 36864 + 512 + 2048  # (32, 128) float32 scores that a function changes
     size: int = 36864 + 512 + 2048 + 16384
 

@@ -22,10 +22,7 @@ from .amx_stream_data import (
     BYTES,
     FLOATS,
     GROUP,
-    HIGHEST,
     INTS,
-    LOWEST,
-    MOST_OCTAVES,
     TILE,
     WORDS,
     load_at,
@@ -33,6 +30,7 @@ from .amx_stream_data import (
     store_at,
     word,
 )
+from .rows import HIGHEST, LOWEST, MOST_OCTAVES
 from .softmax_vectors import below_octave, power_of_two
 
 STEP = fx.REFERENCE_STEP["int8"]
@@ -70,7 +68,6 @@ class Stream:
         self.row_bytes = values * BLOCK * 4  # of O
 
     # ---- tile products
-    # -----------------------------------------------------------------------------
 
     def load_left(self, x: Operands, r: int, k: int) -> None:
         b = self.b
@@ -142,7 +139,6 @@ class Stream:
         return self.b.sitofp(load_at(self.b, block, INTS, place, 64), FLOATS)
 
     # ---- vector work
-    # -------------------------------------------------------------------------------
 
     def score_rows(self, block, ck, cq, x) -> list:
         """A block of sums to int16 scores x, or to float32 ones in the order of the keys.

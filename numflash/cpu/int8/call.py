@@ -188,11 +188,13 @@ def limit_threads(workers):
 
 @functools.cache
 def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[..., bool]:
-    """call(q, k, v, out, room, numbers, factors) -> whether only the general way is right, and
-    nothing was written.
+    """call(at, out, room, numbers, factors) -> whether only the general way is right, and nothing
+    was written.
 
-    q, k, v, out, room : addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows
-        of contiguous `kind`; of out (B, H, L, Dv) float32; of scratch memory
+    at : the addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows of contiguous
+        `kind`
+    out, room : addresses of out (B, H, L, Dv) float32 and of scratch memory
+    numbers : int64, the fields of `Numbers` and of `OptionNumbers`;  factors : float64, of `Factors`
     kind : "float32" or "bfloat16"
     rows : of a query tile, where these are not the tiling's
     """

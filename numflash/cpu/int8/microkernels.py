@@ -50,9 +50,8 @@ def _score_epilogue(context, b, isa, types_, a, mr, beside=None):
     rows = dot_loop(
         b, isa, isa.score_dot, Rows(pq, a[1], a[2]), Panel(pk, a[4]), a[5], start * mr, nv, beside
     )
-    if (
-        isa.scalable
-    ):  # A64FX: dot products and conversions share two pipes, 9 cycles each: rows together
+    # A64FX: dot products and conversions share two pipes, 9 cycles each: rows together
+    if isa.scalable:
         rows = iter(list(rows))
     for m, acc in enumerate(rows):
         row_scale = isa.splat(b, load(b, pcq, b.add(a[10], I64(m)), F32, 4), f32s)

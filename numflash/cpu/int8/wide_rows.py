@@ -20,11 +20,8 @@ from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import I16, I32, call, constant, data, load, splat, store, vector
 
 I1 = ir.IntType(1)
-FLOATS = {
-    16: "avx512",
-    8: "avx2",
-    4: "neon",
-}  # float vectors of as many lanes as those of an INT8 instruction set
+# float vectors of as many lanes as those of an INT8 instruction set
+FLOATS = {16: "avx512", 8: "avx2", 4: "neon"}
 # the bfloat16 tiles beside an INT8 instruction set, for CPUs that have both
 BFLOATS = {"amx_int8": "amx_bf16", "avx512_vnni": "avx512_bf16"}
 HIDDEN = float("-inf")

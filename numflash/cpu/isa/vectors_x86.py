@@ -158,12 +158,8 @@ class Amx(X86):
     """
 
     tiled = True
-    value_order: ClassVar[tuple[int, ...]] = (
-        0,
-        32,
-        1,
-        33,
-    )  # keys of a group, from its first one on: see `high_bytes`
+    # keys of a group, from its first one on: see `high_bytes`
+    value_order: ClassVar[tuple[int, ...]] = (0, 32, 1, 33)
 
     def high_bytes(self, b: ir.IRBuilder, x, y):
         """The high bytes of x and y in turn, not side by side: a shift and a blend.
