@@ -298,10 +298,6 @@ class Isa(Vectors):
         """
         raise NotImplementedError
 
-    def to_int16_in_order(self, b: ir.IRBuilder, x, y) -> Any:
-        """The same of two vectors that are in the order of the keys."""
-        return self.to_int16(b, x, y)
-
     def where_set(self, b: ir.IRBuilder, flags, yes, no) -> Any:
         """yes in the lanes where the byte of `flags` is not 0, no elsewhere."""
         return b.select(b.icmp_unsigned("!=", flags, self.fill(b, flags.type, 0)), yes, no)

@@ -104,12 +104,6 @@ class X86(Isa):
             y,
         )
 
-    def to_int16_in_order(self, b: ir.IRBuilder, x, y):
-        w = self.interleave
-        found = self.to_int16(b, x, y)
-        order = [lane // w * 2 * w + lane % w for lane in range(self.lanes)]
-        return shuffle(b, found, found, order + [lane + w for lane in order])
-
     def in_order(self, b: ir.IRBuilder, x, y):
         lanes = self.lanes
         w = self.interleave

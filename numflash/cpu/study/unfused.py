@@ -47,8 +47,6 @@ ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even, |x| < 2**22
 UNSEEN = I(-(1 << 31))
 LINE = 64  # elements of K between two prefetches: a line of int8, of the shortest lines
 SUMMED = 16384  # weights of 1.0 (65536) whose sum fits int32
-# (23 * 369) >> 8, for head_dim 128: log2(e) / sqrt(128) in Q8.8, 1.09 % too large
-NOTE_SCALE = 33 / 256
 
 
 class Operands(NamedTuple):
