@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..isa.amx_tiles import ROWS, WIDTH
-from ..isa.vectors import F32, I8, I16, I32, I64, constant, vector
+from ..isa.vectors import F32, I8, I16, I32, constant, signed16, vector
 
 TILE = ROWS * WIDTH  # bytes
 GROUP = 8  # rows whose octaves are found together
@@ -49,6 +49,7 @@ class Turn(NamedTuple):
 
 
 TURN = Turn()
+NUMBER = Turn(*(offset // 8 for offset in TURN))  # of each field in a row of the table
 BEFORE = 2
 AFTER = 2
 FIELDS = len(TURN)
@@ -85,23 +86,6 @@ class Scratch(NamedTuple):
 AT = Scratch()
 
 
-def pointer_at(b, base, offset):
-    """The pointer `offset` bytes behind `base`; offset is a number or an IR value."""
-    return b.gep(base, [offset if not isinstance(offset, int) else I64(offset)])
-
-
-def load_at(b, base, ty, offset, align=4):
-    """The value of type `ty` that is stored `offset` bytes behind `base`."""
-    x = b.load(b.bitcast(pointer_at(b, base, offset), ty.as_pointer()))
-    x.align = align
-    return x
-
-
-def store_at(b, x, base, offset, align=4):
-    """Store x `offset` bytes behind `base`."""
-    b.store(x, b.bitcast(pointer_at(b, base, offset), x.type.as_pointer())).align = align
-
-
 def word(n):
     """n, 0 to 65535, in every lane of a vector of int16."""
-    return constant(WORDS, n if n < 32768 else n - 65536)
+    return constant(WORDS, signed16(n))

@@ -15,7 +15,20 @@ from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH, tile_call
-from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, splat, vector
+from ..isa.vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    call,
+    constant,
+    load_at,
+    pointer_at,
+    splat,
+    store_at,
+    vector,
+)
 from ..isa.vectors_x86 import AMX_INT8
 from .amx_stream_data import (
     AT,
@@ -25,9 +38,6 @@ from .amx_stream_data import (
     INTS,
     TILE,
     WORDS,
-    load_at,
-    pointer_at,
-    store_at,
     word,
 )
 from .rows import HIGHEST, LOWEST, MOST_OCTAVES
