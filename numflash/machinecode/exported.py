@@ -281,8 +281,9 @@ def _attention_example(isa_name: str, lanes: int) -> list[Any]:
     values = packing.pack_values(isa_name, problem.value.data[0], lanes)
     columns = padded(dv, isa.unit * lanes)
     key_scale = ck.reshape(kv_heads, keys)
-    lows = problem.key.low[0], problem.value.low[0]
-    first = first_keys(problem.key.data[0], problem.value.data[0], key_scale, lows, columns)
+    first = first_keys(
+        problem.key.finer_rows()[0], problem.value.finer_rows()[0], key_scale, columns
+    )
     rows = heads * length
     return [
         problem.query.data[0], cq.reshape(heads, length), packed.data, packed.start, packed.scale, packed.wide,
