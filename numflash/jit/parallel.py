@@ -20,7 +20,7 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .compiler import separate
+from .compiler import bare, separate
 
 I8 = ir.IntType(8)
 I32 = ir.IntType(32)
@@ -72,6 +72,15 @@ def use_threads(typingctx, n):
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
+
+
+@bare
+def limit_threads(workers):
+    """Use at most so many threads; the number that there was."""
+    threads = threads_now()
+    if workers < threads:
+        use_threads(workers)
+    return threads
 
 
 @separate(parallel=True)

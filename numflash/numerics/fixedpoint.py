@@ -228,8 +228,10 @@ EXP2 = {
 }
 
 # ---- options of scores, in float32 by exactly rounded operations only, so that every device agrees
-LOG2E_Q8 = f32(256 * 1.4426950408889634)  # natural units -> Q8.8
-LN2_Q8 = f32(0.6931471805599453 / 256)  # and back
+LN2 = np.log(2.0)
+LOG2E = 1 / LN2  # natural units -> log2
+LOG2E_Q8 = f32(256 * LOG2E)  # natural units -> Q8.8
+LN2_Q8 = f32(LN2 / 256)  # and back
 T_LIMIT = f32(2.0**28)  # scores beyond +-1 million octaves stop here
 # of a score that a finite bias makes: -inf is for hidden keys
 LOWEST = f32(np.finfo(np.float32).min)

@@ -18,7 +18,8 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
-from ..floats.flash_rows import LN2, LOG2E, row_functions
+from ...numerics.fixedpoint import LN2, LOG2E
+from ..floats.flash_rows import row_functions
 from ..isa.operands import Packed, Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_slopes
 from ..isa.vectors import next_task

@@ -32,6 +32,7 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import empty
 from ...jit.parallel import over_tasks
+from ...numerics.fixedpoint import LOG2E
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS, MR
 from ..floats.float_packing import pack_keys
@@ -40,7 +41,6 @@ from ..isa.isas import padded
 from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import next_task
-from ..launch_float import LOG2E
 from .edge_rows import Dense, make_edge_rows
 from .operands import (
     KEYS,

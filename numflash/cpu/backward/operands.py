@@ -9,11 +9,12 @@ import numpy as np
 from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import empty, uncleared
 from ...jit.parallel import over_tasks
+from ...numerics.fixedpoint import LOG2E
 from ...tiling import Buffer
 from ...validation import Problem
 from ..floats.float_packing import on_lines
 from ..isa.isas import padded
-from ..launch_float import LOG2E, NO_LIMIT, slope_functions
+from ..launch_float import NO_LIMIT, slope_functions
 from ..semantics import ScoreTiles
 
 F = np.float32

@@ -12,17 +12,13 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import KEY_SCALE_LIMIT, ZERO_VALUE_SCALE
+from ...numerics.quantize_kernels import INFINITE, LARGEST, MAGNITUDE, NO_SCALE, ROUND
 from ...numerics.rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from .tiles import Tile
 
 F = np.float32
 I = np.int32
-LARGEST = F(np.finfo(np.float32).max)
-INFINITE = I(0x7F800000)
-MAGNITUDE = I(0x7FFFFFFF)
-NO_SCALE = F(2.0**-100)  # as in `quantization`
-ROUND = F(1.5 * 2.0**23)
 NO_VALUE = F(ZERO_VALUE_SCALE)
 SCALE_LIMIT = F(KEY_SCALE_LIMIT)
 CODES = F(127)  # largest code of a key or value

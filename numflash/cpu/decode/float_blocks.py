@@ -6,7 +6,9 @@ import functools
 
 import numpy as np
 
+from ...interop.halves import bfloat16_of
 from ...jit.compiler import bare
+from ...numerics.quantize_kernels import INFINITE
 from ...tiling import KEY_BLOCK
 from ..floats.float_rows import row_exp, row_leaves, row_max, row_scale, row_weights
 from ..isa.vectors import address
@@ -15,7 +17,7 @@ from .changes import attends_to_bad, change_floats, hide_masked, row_options
 from .functions import LN2, LOG2E, apply_functions
 from .products import make_block
 from .slots import coverage, hide, sees_bad
-from .task_data import AGAIN, INFINITE, NOTHING, largest_bits, places_of
+from .task_data import AGAIN, NOTHING, largest_bits, places_of
 from .tiles import Tile
 
 F = np.float32
@@ -50,9 +52,8 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         bits = q.view(np.int32)
         if matrix:
             halves = words.reshape(words.size).view(np.uint16)
-            for e in range(bits.size):  # ties to even
-                x = np.uint32(bits[e])
-                halves[e] = np.uint32(x + np.uint32(0x7FFF) + ((x >> 16) & np.uint32(1))) >> 16
+            for e in range(bits.size):
+                halves[e] = bfloat16_of(np.uint32(bits[e]))
             halves[bits.size :] = 0
         else:
             flat = words.reshape(words.size)

@@ -16,7 +16,9 @@ from numba.extending import intrinsic
 
 from ...jit.compiler import bare
 from ...jit.memory import place as array_at
+from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8, T_LIMIT
+from ...numerics.quantize_kernels import INFINITE, MAGNITUDE
 from ...tiling import KEY_BLOCK
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, call_tile
@@ -41,11 +43,9 @@ from .tiles import Tile
 
 F = np.float32
 I = np.int32
-MAGNITUDE = I(0x7FFFFFFF)
-INFINITE = I(0x7F800000)
 HIDDEN = F(-np.inf)
-LOG2E = F(LOG2E_Q8 / 256)
-LN2 = F(np.log(2))
+LOG2E = F(fx.LOG2E)
+LN2 = F(fx.LN2)
 
 
 @bare(forceinline=True)

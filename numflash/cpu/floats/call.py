@@ -17,7 +17,7 @@ import numpy as np
 
 from ...jit.compiler import bare, kernel
 from ...jit.memory import place, reinterpret, unpacked
-from ...jit.parallel import threads_now, use_threads
+from ...jit.parallel import limit_threads, use_threads
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
 from .float_isas import FLOAT_ISAS
@@ -117,10 +117,8 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*unpacked(factors, FACTORS))
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
-        threads = threads_now()
+        threads = limit_threads(p.workers)
         workers = min(p.workers, threads)
-        if workers < threads:
-            use_threads(workers)
         counter = place(room + p.counter, (2,), np.int64)
         counter[0] = 0
         counter[1] = 0

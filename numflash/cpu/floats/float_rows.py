@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ...numerics.fixedpoint import LOG2E
 from ..isa.vectors import (
     F32,
     I8,
@@ -25,7 +26,7 @@ from ..isa.vectors import (
     store,
     vector,
 )
-from .float_exp2 import EXP2, LOG2E, exp2, polynomial, whole
+from .float_exp2 import EXP2, exp2, polynomial, whole
 from .float_isas import BF16, FLOAT_ISAS, NO_BFLOAT, larger
 
 

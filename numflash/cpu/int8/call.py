@@ -16,7 +16,7 @@ import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import place, reinterpret, unpacked
-from ...jit.parallel import threads_now, use_threads
+from ...jit.parallel import limit_threads, threads_now, use_threads
 from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
@@ -175,15 +175,6 @@ def attend_packed(isa_name: str, pv: str, *rows: int):
         )
 
     return run
-
-
-@bare
-def limit_threads(workers):
-    """Use at most so many threads; the number that there was."""
-    threads = threads_now()
-    if workers < threads:
-        use_threads(workers)
-    return threads
 
 
 @functools.cache
