@@ -12,7 +12,8 @@ import numpy as np
 
 from ..interop.arrays import Memory, carray, to_float32
 from ..jit import guard, target
-from ..jit.memory import Layout, fresh, scratch
+from ..jit.memory import fresh
+from ..jit.scratch import Layout, scratch
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, workers
 from ..validation import Problem

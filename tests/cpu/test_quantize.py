@@ -13,7 +13,7 @@ from numflash import reference
 from numflash.cpu import general_int8, launch_int8
 from numflash.cpu.int8 import call, quantize_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
-from numflash.jit import guard, memory, target, threads
+from numflash.jit import guard, scratch, target, threads
 from numflash.numerics.fixedpoint import FLOAT_VALUES
 from numflash.numerics.quantization import quantize_problem
 from numflash.validation import problem
@@ -54,13 +54,13 @@ def check(p, isa):
         pytest.skip("reads one block of scratch memory; guard gives each array its own")
     plan, general = launch_int8.Int8Plan(p, isa), quantize_problem(p)
     packed, _ = general_int8.from_integers(general, isa)
-    room = memory.Room(plan.layout.nbytes)
+    room = scratch.Room(plan.layout.nbytes)
     room.array[:] = 0xFF
     out = np.empty((*p.shape[:2], p.shape[3], p.shape[6]), np.float32)
     lse = np.empty(out.shape[:3], np.float32)
-    memory.scratch.give(room)
+    scratch.scratch.give(room)
     plan.run(*plan.operands(p.query, p.key, p.value), out, lse)
-    assert memory.scratch.room is room
+    assert scratch.scratch.room is room
     at = call.Numbers(*plan.numbers[: call.NUMBERS].tolist())
     for name, x in operands(packed).items():
         place = room.address + getattr(at, PLACES[name])
