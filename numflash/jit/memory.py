@@ -42,6 +42,16 @@ def _fresh(shape: Any, dtype: Any) -> np.ndarray:
 fresh = _fresh if guard.ON else np.empty  # what a kernel writes all of
 
 
+def _layout(context: Any, builder: Any, shape: Any, kinds: Any, itemsize: int) -> tuple[list, list]:
+    """Sizes and strides of a contiguous array; `shape` is a tuple of integers of the types `kinds`."""
+    given = zip(cgutils.unpack_tuple(builder, shape), kinds, strict=True)
+    sizes = [context.cast(builder, n, kind, types.intp) for n, kind in given]
+    strides = [ir.Constant(cgutils.intp_t, itemsize)]
+    for n in sizes[:0:-1]:
+        strides.insert(0, builder.mul(strides[0], n))
+    return sizes, strides
+
+
 def _allocator(clear: bool) -> Any:
     """Intrinsic f(shape, dtype, name) -> aligned array.
 
@@ -54,15 +64,7 @@ def _allocator(clear: bool) -> Any:
         shown = f"{getattr(name, 'literal_value', 'scratch')}: {kind.dtype}"
 
         def codegen(context, builder, signature, args):
-            sizes = [
-                context.cast(builder, n, source, types.intp)
-                for n, source in zip(
-                    cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True
-                )
-            ]
-            strides = [ir.Constant(cgutils.intp_t, itemsize)]
-            for n in sizes[:0:-1]:
-                strides.insert(0, builder.mul(strides[0], n))
+            sizes, strides = _layout(context, builder, args[0], signature.args[0], itemsize)
             size = builder.mul(strides[0], sizes[0])
             if guard.ON:
                 meminfo = None
@@ -109,7 +111,7 @@ uncleared = _allocator(clear=False)  # the same, not cleared
 
 
 @intrinsic
-def place(typingctx, address, shape, dtype):
+def array_at(typingctx, address, shape, dtype):
     """A contiguous array at an address; shape is a tuple. It counts no references.
 
     Its memory must outlive it.
@@ -118,15 +120,7 @@ def place(typingctx, address, shape, dtype):
     itemsize = as_dtype(kind.dtype).itemsize
 
     def codegen(context, builder, signature, args):
-        sizes = [
-            context.cast(builder, n, source, types.intp)
-            for n, source in zip(
-                cgutils.unpack_tuple(builder, args[1]), signature.args[1], strict=True
-            )
-        ]
-        strides = [ir.Constant(cgutils.intp_t, itemsize)]
-        for n in sizes[:0:-1]:
-            strides.insert(0, builder.mul(strides[0], n))
+        sizes, strides = _layout(context, builder, args[1], signature.args[1], itemsize)
         out = context.make_array(kind)(context, builder)
         data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
         context.populate_array(

@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import bare
-from ...jit.memory import place as array_at
+from ...jit.memory import array_at
 from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8, T_LIMIT
 from ...numerics.quantize_kernels import INFINITE, MAGNITUDE
@@ -36,7 +36,7 @@ from ..isa.vectors import (
     vector,
 )
 from . import tiles
-from .append import place
+from .append import slot_of
 from .changes import change_floats, hide_masked, position_of, row_options, token_in
 from .slots import hide
 from .tiles import Tile
@@ -63,7 +63,7 @@ def _call(scores, r, n, first, s, at, scale, unit):
     wrapped = at.length > at.sinks + at.ring
     turn = 0  # the slot of a ring's oldest token
     if wrapped:
-        turn = place(at.length - 1, at.sinks, at.ring) + 1
+        turn = slot_of(at.length - 1, at.sinks, at.ring) + 1
     flat = scores.reshape(scores.size)
     slot, stop = first, first + n
     while slot < stop:
