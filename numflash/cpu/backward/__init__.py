@@ -1,5 +1,5 @@
 """The gradient of attention: register tiles in `flash_backward`, row by row in `backward_rows`.
 
-May import: `cpu.isa`, `cpu.floats`, `cpu.semantics`, `cpu.launch_float`, `validation`, `tiling`,
-`jit`.
+May import: `cpu.isa`, `cpu.floats`, `cpu.semantics`, `cpu.launch_float`, `validation`, `numerics`,
+`tiling`, `jit`.
 """

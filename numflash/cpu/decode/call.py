@@ -18,7 +18,7 @@ from ...jit.memory import array_at, unpacked
 from ...tiling import KEY_BLOCK
 from .changes import ChangedScratch
 from .flash_decode import make_decode
-from .task_data import Scratch, Store
+from .task_data import Scratch, Sizes, Store
 from .tiles import Tile
 
 
@@ -77,6 +77,7 @@ class Numbers(NamedTuple):
 
 NUMBERS = len(Numbers._fields)
 SIZES = slice(Numbers._fields.index("queries"), Numbers._fields.index("tiles"))
+COUNT = len(Sizes._fields)
 STORE = slice(Numbers._fields.index("pages"), Numbers._fields.index("cap"))
 OPTIONS = slice(Numbers._fields.index("cap"), Numbers._fields.index("function"))
 FUNCTION, FRAME = (Numbers._fields.index(name) for name in ("function", "frame"))
@@ -155,7 +156,7 @@ def make_call(tile: Tile, rows: int, changed: bool, parallel: bool) -> Callable[
             c,
             store,
             scratch,
-            unpacked(numbers[SIZES], 7),
+            unpacked(numbers[SIZES], COUNT),
             array_at(out.ctypes.data, (*heads, p.value_dim), np.float32),
             array_at(p.m_out, heads, np.float32),
             array_at(p.l_out, heads, np.float32),

@@ -29,6 +29,11 @@ GROWTH = F(8)  # octaves that a float maximum may grow before O is rescaled
 
 @functools.cache
 def make_floats(tile: Tile, rows: int, changed: bool):
+    """(prepare, take, maximum of a row without keys) of float storage, for tiles of `rows` rows.
+
+    prepare(q, c, words, line, codes, spoiled, r) puts a query row into the tile, take(blocks, query)
+    adds key blocks to the sums; `changed`: options or functions may change the scores.
+    """
     matrix = tile.matrix
     block_scores, block_values = (
         matrix_floats.make_matrix_block(tile) if matrix else make_block(tile, rows)
