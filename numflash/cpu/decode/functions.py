@@ -61,15 +61,15 @@ def _call(scores, r, n, first, s, at, scale, unit):
     head = head_of(at, s.shift.shape[2], r)
     position = position_of(at, r)
     wrapped = at.length > at.sinks + at.ring
-    turn = 0  # the slot of a ring's oldest token
+    oldest = 0  # the slot of a ring's oldest token
     if wrapped:
-        turn = slot_of(at.length - 1, at.sinks, at.ring) + 1
+        oldest = slot_of(at.length - 1, at.sinks, at.ring) + 1
     flat = scores.reshape(scores.size)
     slot, stop = first, first + n
     while slot < stop:
         end = stop
         if wrapped:
-            end = min(stop, at.sinks if slot < at.sinks else turn if slot < turn else stop)
+            end = min(stop, at.sinks if slot < at.sinks else oldest if slot < oldest else stop)
         token = token_in(slot, at.length, at.sinks, at.ring)
         x = Rows(flat, r * KEY_BLOCK + slot - first, KEY_BLOCK)
         corner = Corner(at.b, head, position, token)

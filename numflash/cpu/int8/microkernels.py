@@ -110,9 +110,9 @@ def waiting_room(name: str):
     return room
 
 
-def _waiting(b, isa, room, turn):
-    """Pointer to the tile of an even or odd turn."""
-    tile = b.mul(b.and_(turn, I64(1)), isa.elements(b, 4 * WAITING_ROWS[0] * isa.nv))
+def _waiting(b, isa, room, number):
+    """Pointer to the tile of an even or odd number."""
+    tile = b.mul(b.and_(number, I64(1)), isa.elements(b, 4 * WAITING_ROWS[0] * isa.nv))
     return b.inttoptr(b.add(room, tile), I8.as_pointer())
 
 
@@ -142,7 +142,7 @@ def waiting_tile(name: str, mr: int, overlapped: bool):
     Computes a tile of float32 scores and keeps it for `finish`.
 
     `overlapped`: f(..., x: Rows, changes, before: Part) finishes the first rows of the tile of the
-    turn before beside the dot products, which use two of Zen 4's four vector pipes.
+    iteration before beside the dot products, which use two of Zen 4's four vector pipes.
     before.count <= (groups - 1) // BESIDE.
     """
     isa = VECTOR_ISAS[name]

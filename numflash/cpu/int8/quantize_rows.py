@@ -166,7 +166,7 @@ def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
             if not by_channel:
                 own = [splat(b, load_at(b, pf, F32, I64(4 * r)), FLOATS) for r in range(ROWS)]
 
-            def turn(n, _):
+            def quantize(n, _):
                 place = _place(b, n, args[3])
                 known = load_at(b, pf if by_channel else ps, FLOATS, b.mul(place, I64(4)))
                 for r, (row, to) in enumerate(zip(rows, outs, strict=True)):
@@ -178,7 +178,7 @@ def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
                     store_at(b, b.trunc(whole, narrow), to, b.mul(place, I64(bits // 8)), bits // 8)
                 return []
 
-            repeat(b, I64(0), _count(b, args[3]), [], turn)
+            repeat(b, I64(0), _count(b, args[3]), [], quantize)
             return context.get_dummy_value()
 
         return types.void(x, stride, count, d, shift, factor, out, out_stride), codegen

@@ -35,7 +35,7 @@ from ..isa.vectors import (
 def over_keys(b, isa: Isa, keys: int, state: list, body):
     """body(offsets, state) -> state over all int16 vectors of `keys` scores.
 
-    All vectors at once, or two a turn where `keys` is known only when the code runs.
+    All vectors at once, or two an iteration where `keys` is known only when the code runs.
     """
     if not isa.scalable:
         return body([I64(2 * isa.lanes * v) for v in range(keys // (2 * isa.lanes))], state)
