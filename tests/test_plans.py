@@ -15,7 +15,7 @@ import numflash
 from numflash.cpu import launch
 from numflash.dispatch import plans
 from numflash.errors import ArgumentError, NumflashError
-from numflash.jit import memory
+from numflash.jit import scratch
 from numflash.validation import problem
 from numflash.validation.options import Options
 
@@ -132,7 +132,7 @@ def test_options_that_are_equal_but_not_allowed(wrong):
 
 def test_what_scratch_memory_holds_does_not_matter(monkeypatch):
     """Every byte is 0xFF, NaN as a float, before each call."""
-    take = memory.Scratch.take
+    take = scratch.Scratch.take
 
     def poisoned(self, nbytes):
         room = take(self, nbytes)
@@ -142,7 +142,7 @@ def test_what_scratch_memory_holds_does_not_matter(monkeypatch):
     cases = [(precision, dv) for precision in ("float32", "bfloat16", "int8") for dv in (24, 64)]
     arrays = {dv: qkv(b=2, h=4, l=37, s=53, d=24, dv=dv) for dv in (24, 64)}
     want = [numflash.attention(*arrays[dv], precision=p, is_causal=True) for p, dv in cases]
-    monkeypatch.setattr(memory.Scratch, "take", poisoned)
+    monkeypatch.setattr(scratch.Scratch, "take", poisoned)
     for (p, dv), expected in zip(cases, want, strict=True):
         out = numflash.attention(*arrays[dv], precision=p, is_causal=True)
         assert np.array_equal(out, expected)
@@ -182,18 +182,18 @@ def test_plans_are_bounded(monkeypatch):
 
 
 def test_scratch_memory_is_bounded_and_each_threads_own(monkeypatch):
-    scratch = memory.Scratch()
-    a = scratch.take(1000)
-    b = scratch.take(1000)  # as from a signal handler, within the other call
-    assert a.address != b.address and a.address % memory.LINE == 0
-    scratch.give(a)
-    assert scratch.take(500) is a
-    large = scratch.take(memory.KEPT + 1)
-    scratch.give(large)
-    assert scratch.room is not large
-    scratch.give(b)
+    own = scratch.Scratch()
+    a = own.take(1000)
+    b = own.take(1000)  # as from a signal handler, within the other call
+    assert a.address != b.address and a.address % scratch.LINE == 0
+    own.give(a)
+    assert own.take(500) is a
+    large = own.take(scratch.KEPT + 1)
+    own.give(large)
+    assert own.room is not large
+    own.give(b)
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(scratch.room))
+    thread = threading.Thread(target=lambda: seen.append(own.room))
     thread.start()
     thread.join()
     assert seen == [None]

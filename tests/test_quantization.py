@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -74,6 +76,17 @@ def test_smoothing_takes_the_mean_of_each_channel():
     np.testing.assert_allclose(t.offset[:, 0], x.mean(1), rtol=1e-5, atol=1e-5)
     assert np.abs(t.dequantize() - x).max() < 0.03
     assert (t.scale < numflash.quantize(x, "row").scale).mean() > 0.9
+
+
+@pytest.mark.parametrize("length", [2, 4, 9])
+def test_the_first_rows_are_finer(length):
+    x = draw((2, length, 16))
+    t = numflash.quantize(x)
+    rows = t.finer_rows()
+    assert rows.shape == (2, min(length, 4), 16) and rows.dtype == np.int16
+    step = t.scale[:, :4].astype(np.float64) / 32
+    assert (np.abs(rows * step - x[:, :4]) <= step * 0.501).all()
+    assert np.array_equal(replace(t, low=None).finer_rows(), t.data[:, :4].astype(np.int16) * 32)
 
 
 def test_other_dtypes_and_strides():

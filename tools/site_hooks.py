@@ -55,7 +55,6 @@ FROM_ROOT = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-SHORT = {"reference/commands.md": "Commands"}
 
 
 def chapters() -> list[Path]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..numerics import fixedpoint as fx
+from ..numerics.scores import offset_products
 from .contents import read
 from .decode_options import Changes
 from .exact import attend, natural_lse, positions
@@ -73,9 +74,8 @@ def lse_of(
     memory: Memory, plan: Plan, query: np.ndarray, scale: Any, changes: Changes
 ) -> np.ndarray:
     """lse (B, H, L) float32, natural log, of the plan's last call."""
-    shifted = (
-        memory.settings.smooth and not changes.cap_or_functions
-    )  # else the kernel has added it
+    # with a cap or a function the kernel itself has added the offset to the scores
+    shifted = memory.settings.smooth and not changes.cap_or_functions
     one = fx.SUM_ONE if memory.settings.dtype in INTEGERS else 1
     return natural_lse(
         plan.m, plan.l, query, memory.offset if shifted else None, memory.calls.factor(scale), one
@@ -89,7 +89,6 @@ def cap_shift(query: np.ndarray, offset: np.ndarray, scale: float, softcap: floa
 
     query (B, H, L, D) float32, offset (B, Hkv, D).
     """
-    repeated = np.repeat(offset.astype(np.float64), query.shape[1] // offset.shape[1], 1)
-    shift = np.einsum("bhld,bhd->bhl", query.astype(np.float64), repeated) * (scale / softcap)
+    shift = offset_products(query.astype(np.float64), offset) * (scale / softcap)
     limit = float(fx.T_LIMIT)
     return np.clip(shift, -limit, limit).astype(F)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..numerics.scores import log_sum_exp
+from ..numerics.scores import log_sum_exp, offset_products
 
 LOG2E = float(np.log2(np.e))
 LOWEST = float(np.finfo(np.float32).min)
@@ -73,7 +73,6 @@ def natural_lse(
     """
     shift = None
     if offset is not None:
-        repeated = np.repeat(offset.astype(np.float64), query.shape[1] // offset.shape[1], 1)
-        shift = np.einsum("bhld,bhd->bhl", query.astype(np.float64), repeated) * factor
+        shift = offset_products(query.astype(np.float64), offset) * factor
     m, l = (x.reshape(query.shape[:3]) for x in (m, l))
     return log_sum_exp(m.astype(np.float64), l, shift, one)

@@ -2,6 +2,6 @@
 
 `launch_float`, `launch_int8`, `launch_decode`, `launch_backward`.
 
-Launchers turn a validated problem into kernel calls. May import: `validation`, `numerics`, `tiling`,
-`jit`; never `cuda` or the oracle.
+Launchers turn a validated problem into kernel calls. May import: `validation`, `numerics`, `interop`,
+`tiling`, `jit`, `errors`; never `cuda` or the oracle.
 """

@@ -15,6 +15,7 @@ from ..interop.arrays import convert, to_float32, writable
 from ..jit import guard, target
 from ..jit.memory import LINE
 from ..jit.threads import count, one_at_a_time, refuse_after_fork
+from ..numerics import code_pairs
 from ..tiling import KEY_BLOCK, split_count
 from .decode.task_data import SHARED_ROWS, Store
 from .decode.tiles import ROWS, Tile, tile
@@ -192,7 +193,7 @@ class Layout:
         t = self.tile
         x = self.blocks(store, pages)[..., t.scales : t.scales + self.key_elements]
         if t.packed == 2:
-            x = _codes(x, t.panel * t.group)
+            x = code_pairs.split(x.view(np.uint8), t.panel * t.group).view(np.int8)
         panels = x.shape[1] * KEY_BLOCK // t.panel
         x = x.reshape(self.kv_heads, panels, self.channels // t.group, t.panel, t.group)
         x = x.swapaxes(2, 3).reshape(self.kv_heads, panels * t.panel, self.channels)
@@ -210,7 +211,7 @@ class Layout:
             span = KEY_BLOCK // t.packed
             x = blocks[..., c * span : (c + width) * span]
             if t.packed == 2:
-                x = _codes(x, width * t.group)
+                x = code_pairs.split(x.view(np.uint8), width * t.group).view(np.int8)
             x = x.reshape(*blocks.shape[:2], KEY_BLOCK // t.group, width, t.group)
             slots = blocks.shape[1] * KEY_BLOCK
             chunks.append(x.transpose(0, 1, 2, 4, 3).reshape(self.kv_heads, slots, width))
@@ -289,7 +290,7 @@ class Layout:
         k = k.reshape(heads, -1, t.panel, self.channels // t.group, t.group).swapaxes(2, 3)
         k = k.reshape(heads, blocks, -1)
         if t.packed == 2:
-            k = _packed(k, t.panel * t.group)
+            k = code_pairs.join(k.view(np.uint8), t.panel * t.group).view(np.int8)
         x[..., t.scales : t.scales + self.key_elements] = k
         values = x[..., t.scales + self.key_elements :]
         for c in range(0, self.columns, t.panel):
@@ -297,7 +298,7 @@ class Layout:
             chunk = v[..., c : c + width].reshape(heads, blocks, -1, t.group, width)
             chunk = chunk.transpose(0, 1, 2, 4, 3).reshape(heads, blocks, -1)
             if t.packed == 2:
-                chunk = _packed(chunk, width * t.group)
+                chunk = code_pairs.join(chunk.view(np.uint8), width * t.group).view(np.int8)
             span = KEY_BLOCK // t.packed
             values[..., c * span : (c + width) * span] = chunk
         store.data[pages] = (
@@ -308,20 +309,6 @@ class Layout:
 def _stored(x: np.ndarray, offset: int, packed: int) -> np.ndarray:
     """Numbers int8 as they are stored, with their offset, or their codes."""
     return ((x.view(np.uint8) + np.uint8(offset)) // np.uint8(packed)).view(np.int8)
-
-
-def _codes(x: np.ndarray, step: int) -> np.ndarray:
-    """Codes of bytes (..., n) int8, steps of `step`: those of the low halves before the high ones'."""
-    pairs = x.view(np.uint8).reshape(*x.shape[:-1], -1, 1, step)
-    both = np.concatenate([pairs & 15, pairs >> 4], -2)
-    return both.reshape(*x.shape[:-1], 2 * x.shape[-1]).view(np.int8)
-
-
-def _packed(x: np.ndarray, step: int) -> np.ndarray:
-    """The inverse of `_codes`."""
-    pairs = x.view(np.uint8).reshape(*x.shape[:-1], -1, 2, step)
-    both = pairs[..., 0, :] | pairs[..., 1, :] << 4
-    return both.reshape(*x.shape[:-1], x.shape[-1] // 2).view(np.int8)
 
 
 def make_layout(settings: Settings) -> Layout:

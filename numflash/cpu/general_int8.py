@@ -6,8 +6,7 @@ and for scores beyond int16.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -26,9 +25,10 @@ from ..numerics.scores import (
 )
 from ..tiling import chosen
 from ..validation import Problem
-from .int8 import amx_stream, arguments, flash_int8, portable
+from .int8 import amx_stream, flash_int8, portable
+from .int8.arguments import Operands, Results, Sizes
 from .int8.call import MOST, most_score
-from .int8.first_keys import FirstKeys, first_keys, no_first_keys
+from .int8.first_keys import first_keys, no_first_keys
 from .int8.packing import bfloat16_pairs, float_rows, pack_keys, pack_values
 from .int8.wide_rows import floats_of
 from .isa.isas import VECTOR_ISAS, padded
@@ -36,27 +36,6 @@ from .launch_float import edges_and_masks, functions_of, heads
 from .semantics import Semantics
 
 F = np.float32
-
-
-class Operands(NamedTuple):
-    """What the kernels take, for N query heads and Nkv KV heads.
-
-    query : (N, L, D) int8;  query_scale : (N, L) float32, in Q8.8 or units of the softcap
-    keys : `PackedKeys`, or what `portable` takes;  values : as packed;  first : the first keys
-    value_scale : (Nkv, Dv) float32
-    most : no score is larger than this
-    cap_shift, row_shift : functions f() of `scores`, for options that need them
-    """
-
-    query: np.ndarray
-    query_scale: np.ndarray
-    keys: Any
-    values: np.ndarray
-    first: FirstKeys
-    value_scale: np.ndarray
-    most: float
-    cap_shift: Callable[[], np.ndarray | None]
-    row_shift: Callable[[], np.ndarray | None]
 
 
 def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Semantics:
@@ -79,8 +58,8 @@ def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Sema
     )
 
 
-def from_integers(problem: Problem, isa: str) -> Operands:
-    """Operands of QuantizedTensors, packed."""
+def from_integers(problem: Problem, isa: str) -> tuple[Operands, float]:
+    """Operands of QuantizedTensors, packed, and a bound of all scores."""
     q = problem.query
     k = problem.key
     v = problem.value
@@ -117,21 +96,11 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     if precise:
         first = no_first_keys(len(v_scale), columns)
     else:
-        lows = (None if t.low is None else heads(t.low) for t in (k, v))
         first = first_keys(
-            heads(k.data), heads(v.data), heads(ck), lows, columns, problem.first_keys
+            heads(k.finer_rows()), heads(v.finer_rows()), heads(ck), columns, problem.first_keys
         )
-    return Operands(
-        heads(q.data),
-        heads(cq),
-        keys,
-        values,
-        first,
-        v_scale,
-        most_score.py_func(unit, largest(q.scale), largest(k.scale), problem.shape[5]),
-        lambda: cap_shift(problem),
-        lambda: row_shift(q, k.offset, problem.scale),
-    )
+    most = most_score.py_func(unit, largest(q.scale), largest(k.scale), problem.shape[5])
+    return Operands(heads(q.data), heads(cq), keys, values, first, v_scale), most
 
 
 def stream_of(problem: Problem, isa: str) -> int:
@@ -145,13 +114,18 @@ def stream_of(problem: Problem, isa: str) -> int:
 def run_general(
     problem: Problem, isa: str, shaped: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The same for operands of all kinds; out is `shaped`, contiguous (B, H, L, Dv) float32."""
+    """Attention of operands of all kinds: `shaped`, contiguous (B, H, L, Dv) float32, is written.
+
+    Returns
+    -------
+    out (B, H, L, Dv), which is `shaped`; lse (B, H, L) float32, or None where nobody asks for it
+    """
     if isinstance(problem.query, np.ndarray):
         problem = quantize_problem(problem)
-    isa, rows = chosen(isa)
-    x = from_integers(problem, isa)
+    isa, tile_rows = chosen(isa)
+    operands, most = from_integers(problem, isa)
     nb, nh, nkv, length, s, _, dv = problem.shape
-    options = semantics(problem, x.most >= MOST, x.cap_shift() if problem.softcap else None)
+    options = semantics(problem, most >= MOST, cap_shift(problem) if problem.softcap else None)
     n = nb * nh
     out = shaped.reshape(n, length, dv)
     m = fresh((n, length), np.int32)
@@ -159,17 +133,22 @@ def run_general(
     if isa == "portable":
         attend, stream = portable.make_attend(problem.pv), 0
     else:
-        attend, stream = flash_int8.make_attend(isa, problem.pv, *rows), stream_of(problem, isa)
+        attend, stream = (
+            flash_int8.make_attend(isa, problem.pv, *tile_rows),
+            stream_of(problem, isa),
+        )
     attend(
-        arguments.Operands(x.query, x.query_scale, x.keys, x.values, x.first, x.value_scale),
+        operands,
         options,
-        arguments.Sizes(nh, nkv, s, numba.get_num_threads(), stream),
+        Sizes(nh, nkv, s, numba.get_num_threads(), stream),
         np.zeros(1, np.int64),
-        arguments.Results(out, m, l),
+        Results(out, m, l),
     )
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
-    shift = x.row_shift() if problem.smooths else None
-    rows = nb, nh, length
+    shift = None
+    if problem.smooths:
+        shift = row_shift(problem.query, problem.key.offset, problem.scale)
+    per_row = nb, nh, length
     one = fx.WEIGHT_ONE[problem.pv]
-    return shaped, log_sum_exp(m.reshape(rows), l.reshape(rows), shift, one)
+    return shaped, log_sum_exp(m.reshape(per_row), l.reshape(per_row), shift, one)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..jit import guard, target
-from ..jit.memory import keep
+from ..jit.scratch import keep
 from ..jit.threads import one_at_a_time
 from ..validation import Problem
 from . import launch_float, launch_int8

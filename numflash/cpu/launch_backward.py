@@ -16,10 +16,11 @@ from ..jit.compiler import bare, inline, kernel
 from ..jit.memory import fresh
 from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time
+from ..numerics.fixedpoint import LOG2E
 from ..validation import LARGEST_LSE, Problem
 from .backward import flash_backward
 from .backward.backward_rows import Given, make_backward_rows
-from .launch_float import LOG2E, heads, semantics, slope_functions
+from .launch_float import heads, semantics, slope_functions
 
 F = np.float32
 # scores, and what one row adds to a gradient, stay below in float32

@@ -12,7 +12,9 @@ import numpy as np
 
 from ..interop.arrays import Memory, carray, to_float32
 from ..jit import guard, target
-from ..jit.memory import Layout, fresh, scratch
+from ..jit.memory import fresh
+from ..jit.scratch import Layout, scratch
+from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, workers
 from ..validation import Problem
 from .floats.call import LARGEST, LSE, PLACES, REDO, addresses, make_call
@@ -23,12 +25,10 @@ from .isa.isas import padded
 from .semantics import NO_TILES, ScoreTiles, Semantics, option_numbers
 
 F = np.float32
-LOG2E = 1 / np.log(2.0)
 Array = np.ndarray
 NO_LIMIT = 1 << 40
-Results = (
-    tuple[np.ndarray, np.ndarray] | None
-)  # contiguous float32 arrays of the caller to be written, or None
+# contiguous float32 arrays of the caller to be written, or None
+Results = tuple[np.ndarray, np.ndarray] | None
 
 
 def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:

@@ -14,7 +14,8 @@ import numpy as np
 
 from ..interop.arrays import Memory
 from ..jit import guard
-from ..jit.memory import Layout, fresh, scratch
+from ..jit.memory import fresh
+from ..jit.scratch import Layout, scratch
 from ..numerics import fixedpoint as fx
 from ..numerics.fixedpoint import FIRST_KEYS
 from ..numerics.quantization import QuantizedTensor

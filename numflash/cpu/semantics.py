@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..jit.compiler import bare, inline
-from ..jit.memory import place
+from ..jit.memory import array_at
 from ..numerics import fixedpoint as fx
 
 F = np.float32
@@ -60,11 +60,11 @@ def no_tiles(address):
         np.int64(0),
         np.int64(0),
         np.int64(0),
-        place(address, (0, 0, 0, 0), np.uint8),
-        place(address, (0, 0, 0, 0), np.int64),
+        array_at(address, (0, 0, 0, 0), np.uint8),
+        array_at(address, (0, 0, 0, 0), np.int64),
         np.int64(1),
         np.int64(1),
-        place(address, (0,), np.int64),
+        array_at(address, (0,), np.int64),
     )
 
 
@@ -190,11 +190,11 @@ def functions_at(o):
         o.unmasked_frame,
         o.masked,
         o.masked_frame,
-        place(o.states, states, np.uint8),
-        place(o.spans, spans, np.int64),
+        array_at(o.states, states, np.uint8),
+        array_at(o.spans, spans, np.int64),
         o.tile_rows,
         o.tile_keys,
-        place(o.batch_map, (o.mapped,), np.int64),
+        array_at(o.batch_map, (o.mapped,), np.int64),
     )
 
 
@@ -204,16 +204,16 @@ def semantics_at(o, softcap, extreme):
     return Semantics(
         o.left,
         o.right,
-        place(o.diagonal, (o.batch,), np.int64),
-        place(o.key_lengths, (o.batch,), np.int64),
+        array_at(o.diagonal, (o.batch,), np.int64),
+        array_at(o.key_lengths, (o.batch,), np.int64),
         o.general != 0 or extreme,
-        place(o.mask, (o.mask_batch, o.mask_heads, o.mask_rows, o.mask_keys), np.uint8),
-        place(o.bias, (o.bias_batch, o.bias_heads, o.bias_rows, o.bias_keys), np.float32),
+        array_at(o.mask, (o.mask_batch, o.mask_heads, o.mask_rows, o.mask_keys), np.uint8),
+        array_at(o.bias, (o.bias_batch, o.bias_heads, o.bias_rows, o.bias_keys), np.float32),
         o.mask_rows != 0,
         o.bias_rows != 0,
         F(softcap),
-        place(o.shift, (o.shift_batch, o.shift_heads, o.shift_rows), np.float32),
-        place(o.slopes, (o.slope_batch, o.slope_heads), np.float32),
+        array_at(o.shift, (o.shift_batch, o.shift_heads, o.shift_rows), np.float32),
+        array_at(o.slopes, (o.slope_batch, o.slope_heads), np.float32),
         extreme,
         functions_at(o),
     )

@@ -3,7 +3,8 @@
 `launch_float`, `launch_int8`, `launch_decode`, `launch_backward`.
 
 Kernels are compiled offline (`compile`) and launched through cuda-bindings (`device`) or run in the
-PTX emulator. May import: `validation`, `numerics`, `tiling`, `jit`; never `cpu` or the oracle.
+PTX emulator. May import: `validation`, `numerics`, `interop`, `tiling`, `jit`, `errors`; never `cpu` or
+the oracle.
 """
 
 from __future__ import annotations

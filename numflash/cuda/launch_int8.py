@@ -262,10 +262,7 @@ def _first_keys(
     if problem.key.low is not None:
         planes[:, :, 1, :n, :d] = problem.key.low
     scale[..., :n] = key_scale[:, :, 0, :n] * np.float32(1 / fx.FINER)
-    rows = problem.value.data[:, :, :n].astype(np.int16) * np.int16(fx.FINER)
-    if problem.value.low is not None:
-        rows = rows + problem.value.low
-    values[:, :, :n, :dv] = rows * np.float32(1 / fx.FINER)
+    values[:, :, :n, :dv] = problem.value.finer_rows() * np.float32(1 / fx.FINER)
     return planes.reshape(nb, nkv, 2 * fx.FIRST_KEYS, width), scale, values
 
 

@@ -2,7 +2,8 @@
 
 `tracing` records a function as a `graph`; `intervals` bounds its values, which gives block masks
 and proves indices; `program` and `emit` make LLVM IR of it, `machine` keeps the machine code.
-Imports dispatch, validation and the JIT; of the kernels only how they call a tile function.
+May import: `dispatch`, `validation`, `interop`, `jit`; of the kernels only how they call a tile
+function, and the vectors' exp2.
 """
 
 from .attention import captured, flex_attention

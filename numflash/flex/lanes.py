@@ -23,9 +23,8 @@ F64 = ir.DoubleType()
 CONTRACT = ("contract",)
 LOG2E = 1 / math.log(2)
 LN2 = math.log(2)
-MAGIC = (
-    12582912.0  # 1.5 * 2**23: adding it rounds a float32 below 2**22 to an integer, ties to even
-)
+# 1.5 * 2**23: adding it rounds a float32 below 2**22 to an integer, ties to even
+MAGIC = 12582912.0
 HALF_PI = (1.5703125, 4.8351287841796875e-4, 3.1385571899730712e-7)  # its first bits, the next, ...
 SIN = (-1 / 6 + 1.1e-8, 8.3321608736e-3, -1.9515295891e-4)
 COS = (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5)

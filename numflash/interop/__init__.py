@@ -1,4 +1,4 @@
 """What callers hand in: arrays of any library, in and out, and the checks of single arguments.
 
-May import `errors` only.
+May import `jit` and `errors`.
 """

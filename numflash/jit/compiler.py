@@ -155,9 +155,8 @@ def inline(
     """
     if function is None:
         return functools.partial(inline, float_math=float_math, twice=twice, **options)
-    if (
-        float_math
-    ):  # otherwise as in the kernel that calls: options that are not given are inherited
+    # where it is not given, the option is inherited from the kernel that calls
+    if float_math:
         options["fastmath"] = set(FLOAT_MATH)
     return numba.njit(
         nogil=True,

@@ -140,9 +140,8 @@ def salt(value: Any) -> str:
     """A closure value as text that is equal in every process (pickling a dispatcher is not)."""
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(map(salt, value)) + ")"
-    function = getattr(
-        value, "py_func", getattr(value, "_defn", value)
-    )  # a dispatcher's or an intrinsic's own function
+    # a dispatcher's or an intrinsic's own function
+    function = getattr(value, "py_func", getattr(value, "_defn", value))
     if hasattr(function, "_named"):  # its name says it all
         return function.__qualname__ + shown(getattr(value, "targetoptions", {}))
     if callable(function):
@@ -239,9 +238,8 @@ class _TrustedLocator:
         found = super().from_function(py_func, py_file)  # type: ignore[misc]
         if found is None or trusted_folder(found.get_cache_path()):
             return found
-        if issubclass(
-            cls, caching.UserProvidedCacheLocator
-        ):  # asked for: no other one in its place
+        # the user asked for this folder: no other one in its place
+        if issubclass(cls, caching.UserProvidedCacheLocator):
             raise RuntimeError(f"{found.get_cache_path()} is not the user's own")
         return None
 
@@ -319,11 +317,8 @@ class _PackageCache(caching.FunctionCache):
         del self._cache_file  # Numba's own
 
     @functools.cached_property
-    def _cache_file(
-        self,
-    ) -> (
-        _CheckedFile
-    ):  # which reads sources: for kernels that are called, not for all that are imported
+    def _cache_file(self) -> _CheckedFile:
+        # it reads sources: done for kernels that are called, not for all that are imported
         return _CheckedFile(
             self._cache_path,
             self._impl.filename_base,

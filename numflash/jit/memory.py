@@ -8,9 +8,7 @@ A vector that straddles two lines is loaded twice, a matrix tile sixteen times t
 
 from __future__ import annotations
 
-import functools
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from numba.np.numpy_support import as_dtype
 from . import guard
 
 LINE = 64
-LARGEST_KEPT = 31 << 20
 
 
 def empty(shape: tuple[int, ...], dtype: Any, name: str = "") -> np.ndarray:
@@ -45,17 +42,14 @@ def _fresh(shape: Any, dtype: Any) -> np.ndarray:
 fresh = _fresh if guard.ON else np.empty  # what a kernel writes all of
 
 
-@functools.cache
-def keep(bits: int) -> None:
-    """Let the C library keep 2**bits bytes that a call frees, for the next one.
-
-    glibc gives the top of its heap back to the system once more is free than twice the largest
-    block ever freed, and takes blocks larger than that straight from the system: the pages of
-    several large arrays are zeroed again at each call, 0.5 ms per MB on a virtual machine. Freeing
-    one block as large as all of them, which touches no memory, moves both limits (mallopt(3),
-    M_MMAP_THRESHOLD; the most they move to is 32 MB).
-    """
-    np.empty(min(1 << bits, LARGEST_KEPT), np.uint8)
+def _layout(context: Any, builder: Any, shape: Any, kinds: Any, itemsize: int) -> tuple[list, list]:
+    """Sizes and strides of a contiguous array; `shape` is a tuple of integers of the types `kinds`."""
+    given = zip(cgutils.unpack_tuple(builder, shape), kinds, strict=True)
+    sizes = [context.cast(builder, n, kind, types.intp) for n, kind in given]
+    strides = [ir.Constant(cgutils.intp_t, itemsize)]
+    for n in sizes[:0:-1]:
+        strides.insert(0, builder.mul(strides[0], n))
+    return sizes, strides
 
 
 def _allocator(clear: bool) -> Any:
@@ -70,15 +64,7 @@ def _allocator(clear: bool) -> Any:
         shown = f"{getattr(name, 'literal_value', 'scratch')}: {kind.dtype}"
 
         def codegen(context, builder, signature, args):
-            sizes = [
-                context.cast(builder, n, source, types.intp)
-                for n, source in zip(
-                    cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True
-                )
-            ]
-            strides = [ir.Constant(cgutils.intp_t, itemsize)]
-            for n in sizes[:0:-1]:
-                strides.insert(0, builder.mul(strides[0], n))
+            sizes, strides = _layout(context, builder, args[0], signature.args[0], itemsize)
             size = builder.mul(strides[0], sizes[0])
             if guard.ON:
                 meminfo = None
@@ -125,7 +111,7 @@ uncleared = _allocator(clear=False)  # the same, not cleared
 
 
 @intrinsic
-def place(typingctx, address, shape, dtype):
+def array_at(typingctx, address, shape, dtype):
     """A contiguous array at an address; shape is a tuple. It counts no references.
 
     Its memory must outlive it.
@@ -134,15 +120,7 @@ def place(typingctx, address, shape, dtype):
     itemsize = as_dtype(kind.dtype).itemsize
 
     def codegen(context, builder, signature, args):
-        sizes = [
-            context.cast(builder, n, source, types.intp)
-            for n, source in zip(
-                cgutils.unpack_tuple(builder, args[1]), signature.args[1], strict=True
-            )
-        ]
-        strides = [ir.Constant(cgutils.intp_t, itemsize)]
-        for n in sizes[:0:-1]:
-            strides.insert(0, builder.mul(strides[0], n))
+        sizes, strides = _layout(context, builder, args[1], signature.args[1], itemsize)
         out = context.make_array(kind)(context, builder)
         data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
         context.populate_array(
@@ -203,62 +181,3 @@ def reinterpret(typingctx, x, dtype):
         return impl_ret_borrowed(context, builder, kind, out._getvalue())
 
     return kind(x, dtype), codegen
-
-
-# ---- scratch memory of calls
-# -----------------------------------------------------------------------------------------------------
-KEPT = 16 << 20  # bytes of scratch memory that a thread keeps between calls, at most
-
-
-class Layout:
-    """Places of arrays in one block of memory, each from a cache line on."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.sizes: dict[str, int] = {}
-
-    def add(self, name: str, nbytes: int) -> int:
-        """Where an array of so many bytes starts."""
-        at, self.sizes[name] = self.nbytes, nbytes
-        self.nbytes += -(-nbytes // LINE) * LINE
-        return at
-
-    def guarded(self) -> list[np.ndarray]:
-        """For `guard`: a buffer of its own for each array."""
-        return [
-            guard.array(name, (nbytes,), np.uint8, nbytes, fill=True)
-            for name, nbytes in self.sizes.items()
-        ]
-
-
-class Room:
-    """A block of scratch memory and its address."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.array = empty((nbytes,), np.uint8, "scratch memory")
-        self.nbytes, self.address = nbytes, self.array.ctypes.data
-
-
-class Scratch(threading.local):
-    """Scratch memory of each thread that calls kernels.
-
-    One block, which grows to what calls need, and stays if at most `KEPT`.
-    """
-
-    room: Room | None = None
-
-    def take(self, nbytes: int) -> Room:
-        """Memory that nobody else has until it is given back; what it holds is arbitrary."""
-        room, self.room = (
-            self.room,
-            None,
-        )  # a call from a signal handler or a finaliser gets its own
-        return room if room is not None and room.nbytes >= nbytes else Room(nbytes)
-
-    def give(self, room: Room) -> None:
-        """Keep the block for the next call."""
-        if room.nbytes <= KEPT and not guard.ON:
-            self.room = room
-
-
-scratch = Scratch()

@@ -20,7 +20,7 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .compiler import separate
+from .compiler import bare, separate
 
 I8 = ir.IntType(8)
 I32 = ir.IntType(32)
@@ -74,6 +74,15 @@ def use_threads(typingctx, n):
     return types.void(types.intp), codegen
 
 
+@bare
+def limit_threads(workers):
+    """Use at most so many threads; the number that there was."""
+    threads = threads_now()
+    if workers < threads:
+        use_threads(workers)
+    return threads
+
+
 @separate(parallel=True)
 def share(count, task, frame):
     """All tasks of one kernel: each thread takes an equal run of them.
@@ -120,9 +129,8 @@ def over_tasks(typingctx, body, count, args):
     shared = share_type.get_call_type(typingctx, (types.intp, types.intp, types.intp), {})
 
     def codegen(context, b, sig, values):
-        frame_type = ir.LiteralStructType(
-            [I32, context.get_value_type(args)]
-        )  # whether a task failed; its arguments
+        # whether a task failed; its arguments
+        frame_type = ir.LiteralStructType([I32, context.get_value_type(args)])
         frame = cgutils.alloca_once(b, frame_type)
         b.store(ir.Constant(I32, 0), cgutils.gep_inbounds(b, frame, 0, 0))
         b.store(values[2], cgutils.gep_inbounds(b, frame, 0, 1))

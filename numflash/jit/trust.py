@@ -15,8 +15,6 @@ from pathlib import Path
 
 logger = logging.getLogger("numflash")
 
-WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
 
 class UntrustedError(OSError):
     """A file or folder that somebody else may have written."""

@@ -25,7 +25,7 @@ from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..cpu.isa.operands import Packed, Rows, Scales
 from ..cpu.launch_float import NO_LIMIT
 from ..cpu.semantics import Semantics, no_tiles
-from ..jit.memory import place
+from ..jit.memory import array_at
 from ..numerics import scores as score_rules
 from ..numerics.fixedpoint import FIRST_KEYS
 from ..numerics.quantization import quantize_problem
@@ -80,9 +80,12 @@ def _scores(isa_name: str, lanes: int) -> Any:
     @njit(error_model="numpy")
     def scores(q, channels, k, start, key_scale, query_scale, x, x_stride):
         panel = nv * vector_lanes()
-        qs, ks = place(q, (ROWS * channels,), operand), place(k, (panel * channels,), operand)
-        starts, ck = place(start, (panel,), np.int32), place(key_scale, (panel,), np.float32)
-        cq, xs = place(query_scale, (ROWS,), np.float32), place(x, (ROWS * x_stride,), np.int16)
+        qs, ks = array_at(q, (ROWS * channels,), operand), array_at(k, (panel * channels,), operand)
+        starts, ck = array_at(start, (panel,), np.int32), array_at(key_scale, (panel,), np.float32)
+        cq, xs = (
+            array_at(query_scale, (ROWS,), np.float32),
+            array_at(x, (ROWS * x_stride,), np.int16),
+        )
         rows, scales = Rows(qs, 0, channels), Scales(starts, ck, 0, cq, 0)
         tile(rows, Packed(ks, 0), channels // group, scales, Rows(xs, 0, x_stride))
 
@@ -122,9 +125,12 @@ def _values(isa_name: str, lanes: int) -> Any:
     @njit(error_model="numpy")
     def values(p, v, scale, total, o, o_stride):
         width = nv * vector_lanes()
-        ps, vs = place(p, (ROWS * KEY_BLOCK,), weight), place(v, (KEY_BLOCK * width,), operand)
-        s, t = place(scale, (ROWS,), np.float32), place(total, (ROWS,), np.int32)
-        os = place(o, (ROWS * o_stride,), np.float32)
+        ps, vs = (
+            array_at(p, (ROWS * KEY_BLOCK,), weight),
+            array_at(v, (KEY_BLOCK * width,), operand),
+        )
+        s, t = array_at(scale, (ROWS,), np.float32), array_at(total, (ROWS,), np.int32)
+        os = array_at(o, (ROWS * o_stride,), np.float32)
         rows, to = Rows(ps, 0, KEY_BLOCK), Rows(os, 0, o_stride)
         tile(rows, Packed(vs, 0), KEY_BLOCK // group, s, t, 0, to)
 
@@ -149,8 +155,11 @@ def _float_scores(isa_name: str, lanes: int) -> Any:
 
     @njit(error_model="numpy")
     def scores(q, channels, k, x, x_stride):
-        qs, ks = place(q, (ROWS * channels,), np.float32), place(k, (width * channels,), np.float32)
-        xs = place(x, (ROWS * x_stride,), np.float32)
+        qs, ks = (
+            array_at(q, (ROWS * channels,), np.float32),
+            array_at(k, (width * channels,), np.float32),
+        )
+        xs = array_at(x, (ROWS * x_stride,), np.float32)
         tile(qs, 0, channels, ks, 0, channels, xs, 0, x_stride)
 
     return scores
@@ -162,8 +171,11 @@ def _float_values(isa_name: str, lanes: int) -> Any:
 
     @njit(error_model="numpy")
     def values(p, keys, v, v_stride, o, o_stride):
-        ps, vs = place(p, (ROWS * keys,), np.float32), place(v, (keys * v_stride,), np.float32)
-        os = place(o, (ROWS * o_stride,), np.float32)
+        ps, vs = (
+            array_at(p, (ROWS * keys,), np.float32),
+            array_at(v, (keys * v_stride,), np.float32),
+        )
+        os = array_at(o, (ROWS * o_stride,), np.float32)
         tile(ps, 0, keys, vs, 0, v_stride, keys, os, 0, o_stride)
 
     return values
@@ -191,7 +203,7 @@ def _exp2(isa_name: str, lanes: int) -> Any:
 
     @njit(error_model="numpy")
     def exp2(x, y, n):
-        row(place(x, (n,), np.float32), place(y, (n,), np.float32), n)
+        row(array_at(x, (n,), np.float32), array_at(y, (n,), np.float32), n)
 
     return exp2
 
@@ -212,10 +224,10 @@ def _attention(isa_name: str, lanes: int) -> Any:
     ):  # fmt: skip
         all_keys = (keys + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK
         packed = PackedKeys(
-            place(k, (kv_heads, all_keys * channels), operand),
-            place(start, (kv_heads, all_keys), np.int32),
-            place(key_scale, (kv_heads, all_keys), np.float32),
-            place(bad, (kv_heads, all_keys // KEY_BLOCK), np.uint8),
+            array_at(k, (kv_heads, all_keys * channels), operand),
+            array_at(start, (kv_heads, all_keys), np.int32),
+            array_at(key_scale, (kv_heads, all_keys), np.float32),
+            array_at(bad, (kv_heads, all_keys // KEY_BLOCK), np.uint8),
         )
         counter = np.zeros(1, np.int64)
         lengths = np.zeros(1, np.int64)
@@ -238,27 +250,27 @@ def _attention(isa_name: str, lanes: int) -> Any:
             no_tiles(q),
         )
         first = FirstKeys(
-            place(first_k, (kv_heads, FIRST_KEYS, head_dim), np.int16),
-            place(first_scale, (kv_heads, FIRST_KEYS), np.float32),
-            place(first_v, (kv_heads, FIRST_KEYS, columns), np.float32),
+            array_at(first_k, (kv_heads, FIRST_KEYS, head_dim), np.int16),
+            array_at(first_scale, (kv_heads, FIRST_KEYS), np.float32),
+            array_at(first_v, (kv_heads, FIRST_KEYS, columns), np.float32),
             np.int64(FIRST_KEYS),
         )
         attend(
             Operands(
-                place(q, (heads, length, head_dim), np.int8),
-                place(query_scale, (heads, length), np.float32),
+                array_at(q, (heads, length, head_dim), np.int8),
+                array_at(query_scale, (heads, length), np.float32),
                 packed,
-                place(v, (kv_heads, all_keys * columns), operand),
+                array_at(v, (kv_heads, all_keys * columns), operand),
                 first,
-                place(value_scale, (kv_heads, value_dim), np.float32),
+                array_at(value_scale, (kv_heads, value_dim), np.float32),
             ),
             semantics,
             Sizes(heads, kv_heads, keys, 1, 0),
             counter,
             Results(
-                place(out, (heads, length, value_dim), np.float32),
-                place(m, (heads, length), np.int32),
-                place(l, (heads, length), np.float32),
+                array_at(out, (heads, length, value_dim), np.float32),
+                array_at(m, (heads, length), np.int32),
+                array_at(l, (heads, length), np.float32),
             ),
         )
 
@@ -281,8 +293,9 @@ def _attention_example(isa_name: str, lanes: int) -> list[Any]:
     values = packing.pack_values(isa_name, problem.value.data[0], lanes)
     columns = padded(dv, isa.unit * lanes)
     key_scale = ck.reshape(kv_heads, keys)
-    lows = problem.key.low[0], problem.value.low[0]
-    first = first_keys(problem.key.data[0], problem.value.data[0], key_scale, lows, columns)
+    first = first_keys(
+        problem.key.finer_rows()[0], problem.value.finer_rows()[0], key_scale, columns
+    )
     rows = heads * length
     return [
         problem.query.data[0], cq.reshape(heads, length), packed.data, packed.start, packed.scale, packed.wide,

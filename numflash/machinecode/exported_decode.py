@@ -20,7 +20,7 @@ from ..cpu.decode.flash_decode import make_decode
 from ..cpu.decode.matrix_tiles import SCRATCH_ROWS
 from ..cpu.decode.task_data import Scratch, Store, sums_rows
 from ..cpu.decode_layout import UNLIMITED, Layout
-from ..jit.memory import place, uncleared, zeros
+from ..jit.memory import array_at, uncleared, zeros
 from ..numerics.fixedpoint import LOG2E_Q8
 from ..numerics.quantization import quantize
 from ..tiling import KEY_BLOCK
@@ -66,7 +66,7 @@ def _decode(isa: str, lanes: int) -> Any:
         block = KEY_BLOCK * (channels + columns) + scales
         table, lengths = np.zeros((1, 1), np.int32), np.zeros(1, np.int64)
         lengths[0] = keys
-        data = place(cache, (1, kv_heads, capacity // KEY_BLOCK * block), np.int8)
+        data = array_at(cache, (1, kv_heads, capacity // KEY_BLOCK * block), np.int8)
         units = kv_heads * ((rows + ROWS - 1) // ROWS)
         scratch = Scratch(
             zeros((1, ROWS, planes, channels // group), np.int32, "query words"),
@@ -81,14 +81,14 @@ def _decode(isa: str, lanes: int) -> Any:
             zeros((2,), np.int64, "counters"),
         )
         kernel(
-            place(q, (1, kv_heads, rows, head_dim), np.float32),
-            place(scale, (1,), np.float32)[0],
+            array_at(q, (1, kv_heads, rows, head_dim), np.float32),
+            array_at(scale, (1,), np.float32)[0],
             Store(data, table, lengths),
             scratch,
             (queries, 1, window if window > 0 else UNLIMITED, 0, UNLIMITED, capacity, 1),
-            place(out, (1, kv_heads, rows, value_dim), np.float32),
-            place(m, (1, kv_heads, rows), np.float32),
-            place(l, (1, kv_heads, rows), np.float32),
+            array_at(out, (1, kv_heads, rows, value_dim), np.float32),
+            array_at(m, (1, kv_heads, rows), np.float32),
+            array_at(l, (1, kv_heads, rows), np.float32),
         )
 
     return decode
@@ -110,14 +110,14 @@ def _append(isa: str, lanes: int) -> Any:
         sizes[0], sizes[1], sizes[2] = 0, UNLIMITED, capacity
         sizes[3], sizes[4], sizes[5] = columns, channels, value_dim
         kernel(
-            place(key, (1, kv_heads, tokens, head_dim), np.float32),
-            place(value, (1, kv_heads, tokens, value_dim), np.float32),
+            array_at(key, (1, kv_heads, tokens, head_dim), np.float32),
+            array_at(value, (1, kv_heads, tokens, value_dim), np.float32),
             counts,
-            place(cache, (1, kv_heads, capacity // KEY_BLOCK * block), np.int8),
+            array_at(cache, (1, kv_heads, capacity // KEY_BLOCK * block), np.int8),
             table,
             lengths,
             sizes,
-            place(offset, (1, kv_heads, head_dim), np.float32),
+            array_at(offset, (1, kv_heads, head_dim), np.float32),
             uncleared((kv_heads, 4, max(channels, value_dim)), np.float32, "rounded rows"),
         )
 

@@ -12,7 +12,7 @@ from ..cpu.floats import float_rows
 from ..cpu.floats.float_isas import FLOAT_ISAS
 from ..cpu.int8.softmax_vectors import block_tops, block_totals, row_weights
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of
-from ..jit.memory import place
+from ..jit.memory import array_at
 from ..numerics import fixedpoint as fx
 from ..tiling import KEY_BLOCK
 from .exported import Export, Parameter
@@ -30,13 +30,16 @@ def _integer(isa_name: str, lanes: int) -> Any:
     @njit(error_model="numpy")
     def softmax(x, octave, p, total):
         width = vector_lanes()
-        xs, ps = place(x, (ROWS * KEY_BLOCK,), np.int16), place(p, (ROWS * KEY_BLOCK,), weight)
+        xs, ps = (
+            array_at(x, (ROWS * KEY_BLOCK,), np.int16),
+            array_at(p, (ROWS * KEY_BLOCK,), weight),
+        )
         found, sums = np.empty(ROWS, np.int16), np.empty(ROWS * width, np.int32)
         sums[:] = np.int32(0)
-        octaves(xs, 0, KEY_BLOCK, place(octave, (ROWS,), np.int32), found, 0)
+        octaves(xs, 0, KEY_BLOCK, array_at(octave, (ROWS,), np.int32), found, 0)
         for i in range(ROWS):
             weights(xs, i * KEY_BLOCK, found, i, ps, i * KEY_BLOCK, sums, i * width)
-        totals(sums, place(total, (ROWS,), np.int32), 0)
+        totals(sums, array_at(total, (ROWS,), np.int32), 0)
 
     return softmax
 
@@ -57,9 +60,9 @@ def _floats(isa_name: str, lanes: int) -> Any:
     @njit(error_model="numpy")
     def softmax(x, rows, vectors, c, m, p, l):
         count = vectors * width
-        xs, ps = place(x, (rows * count,), np.float32), place(p, (rows * count,), np.float32)
-        ms, ls = place(m, (rows,), np.float32), place(l, (rows,), np.float32)
-        factor, sums = place(c, (1,), np.float32)[0], np.empty(width, np.float32)
+        xs, ps = array_at(x, (rows * count,), np.float32), array_at(p, (rows * count,), np.float32)
+        ms, ls = array_at(m, (rows,), np.float32), array_at(l, (rows,), np.float32)
+        factor, sums = array_at(c, (1,), np.float32)[0], np.empty(width, np.float32)
         for i in range(rows):
             ms[i] = np.float32(row_max(xs, i * count, vectors) * factor)
             sums[:] = np.float32(0)

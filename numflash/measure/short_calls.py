@@ -16,7 +16,7 @@ import numpy as np
 from ..api import attention, attention_int8
 from ..cpu import launch
 from ..cpu.floats.call import addresses
-from ..jit.memory import scratch
+from ..jit.scratch import scratch
 from ..numerics.quantization import quantize_qkv
 from ..validation import problem
 from ..validation.options import Options

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import numpy as np
 
-i16 = np.int16
 u16 = np.uint16
 i32 = np.int32
 u32 = np.uint32
@@ -39,9 +38,8 @@ FIRST_ONE = 4080  # 1.0 in P12, the weights of a sequence's first keys
 FIRST_KEYS = 4  # keys of a sequence whose keys, weights and values are finer: see INT8 pipeline
 FINER = 32  # steps of an INT8 value in which those keys and values are rounded: 5 bits more
 SUM_ONE = 16320  # 1.0 in P14, in which decode sums weights: four of them fit 16 bits
-QUERY_ONE = (
-    16256  # 127 * 128, the largest 16-bit query: 128 * high + low, |high| <= 127, |low| <= 64
-)
+# 127 * 128, the largest 16-bit query: 128 * high + low, |high| <= 127, |low| <= 64
+QUERY_ONE = 16256
 CODE_QUERY_ONE = 127  # the largest query of a cache of 4 bits, which has no low plane
 CODE_ONE = 32767  # the largest of a row's numbers before they become codes of 4 bits
 # codes to a length of 65536 that a row tries: those of 15 reach its largest number, others are finer
@@ -50,13 +48,11 @@ MASKED = -32768  # Q8.8 score of a masked key: its weight is exactly 0
 MIN_OCTAVE = -(1 << 24)  # octave of a row that has seen no key
 # pv -> Q8.8 steps to which a row's largest score in a block is rounded up: its weights refer to that
 REFERENCE_STEP = {"int8": ONE_Q8 // 8, "int16": ONE_Q8, "bf16": ONE_Q8, "fp32": ONE_Q8}
-VALUE_UNIT = (
-    2.0**-40
-)  # decode sums weighted values in units of it: 2**17 blocks of the largest ones do not overflow
+# decode sums weighted values in units of it: 2**17 blocks of the largest ones do not overflow
+VALUE_UNIT = 2.0**-40
 KEY_SCALE_LIMIT = 2.0**96  # of a cached key: times an int32 it stays finite
-ZERO_VALUE_SCALE = (
-    2.0**-110
-)  # of a cached value of zeros: below every other one, so it never is a block's largest
+# of a cached value of zeros: below every other one, so it never is a block's largest
+ZERO_VALUE_SCALE = 2.0**-110
 
 # 2**-f on [0, 1) as 1 - f (A - B f), continuous at the octaves' boundaries (A - B = 1/2): worst
 # relative error 0.27 %. It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline,
@@ -81,9 +77,11 @@ def exp2_p8(y):
     -------
     uint8 P8
 
-    Notes ----- Two multiplications keep their high halves (one instruction each in 16-bit lanes).
-    From y = 16 octaves on the result is 0; a shift by 16 or more is not defined in every language,
-    hence the minimum.
+    Notes
+    -----
+    Two multiplications keep their high halves (one instruction each in 16-bit lanes). From y = 16
+    octaves on the result is 0; a shift by 16 or more is not defined in every language, hence the
+    minimum.
     """
     f = u16(u16(y) << u16(8))  # fraction, Q0.16
     g = u16((u32(f) * u32(P_B)) >> u32(16))
@@ -229,14 +227,14 @@ EXP2 = {
     "exact": (exp2_exact, 0.00002),
 }
 
-# --- options of scores, in float32 by exactly rounded operations only, so that every device agrees
-# ------------------------------
-LOG2E_Q8 = f32(256 * 1.4426950408889634)  # natural units -> Q8.8
-LN2_Q8 = f32(0.6931471805599453 / 256)  # and back
+# ---- options of scores, in float32 by exactly rounded operations only, so that every device agrees
+LN2 = np.log(2.0)
+LOG2E = 1 / LN2  # natural units -> log2
+LOG2E_Q8 = f32(256 * LOG2E)  # natural units -> Q8.8
+LN2_Q8 = f32(LN2 / 256)  # and back
 T_LIMIT = f32(2.0**28)  # scores beyond +-1 million octaves stop here
-LOWEST = f32(
-    np.finfo(np.float32).min
-)  # of a score that a finite bias makes: -inf is for hidden keys
+# of a score that a finite bias makes: -inf is for hidden keys
+LOWEST = f32(np.finfo(np.float32).min)
 # tanh(x) = x * CAP_UNIT * (z**2 + P1 z + P0) / (z**3 + Q2 z**2 + Q1 z + Q0), z = x**2, minimax in
 # relative error up to CAP_LIMIT and 1 beyond: 9.0e-6
 CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (

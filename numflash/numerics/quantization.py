@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop.arguments import flag
+from ..interop.arguments import choice, flag
 from ..interop.arrays import import_array, to_float32
 from ..jit import guard
 from ..jit.threads import one_at_a_time, refuse_after_fork
@@ -109,6 +109,11 @@ class QuantizedTensor:
         return (
             per_row if self.granularity == "row" else np.broadcast_to(per_row, self.data.shape[:-1])
         )
+
+    def finer_rows(self) -> np.ndarray:
+        """(..., min(L, 4), D) int16: the first rows in 1/32 of a step, with what `low` holds."""
+        rows = self.data[..., : fx.FIRST_KEYS, :].astype(np.int16) * np.int16(fx.FINER)
+        return rows if self.low is None else rows + self.low
 
     def dequantize(self) -> np.ndarray:
         """(..., L, D) float32: data * scale + offset; rows that were not finite become NaN.
@@ -222,12 +227,8 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
     ------
     ArgumentError, ArgumentTypeError
     """
-    if granularity not in GRANULARITIES:
-        raise ArgumentError(
-            f"granularity: got {granularity!r}; allowed: {', '.join(map(repr, GRANULARITIES))}"
-        )
-    if not isinstance(smooth, (bool, np.bool_)):
-        raise ArgumentTypeError(f"smooth: got {smooth!r}; allowed: True or False")
+    choice("granularity", granularity, GRANULARITIES)
+    smooth = flag("smooth", smooth)
     array = _floats("x", x)
     lead, (length, d) = array.shape[:-2], array.shape[-2:]
     heads = array.reshape(int(np.prod(lead)), length, d)

@@ -16,14 +16,13 @@ from numba.extending import intrinsic
 from ..jit.compiler import bare, kernel
 from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time, refuse_after_fork
+from .quantize_kernels import INFINITE, LARGEST, MAGNITUDE
 
 F = np.float32
 I = np.int32
-LANES = 16  # numbers that are turned in one register, or two or four narrower ones
+LANES = 16  # numbers that are transformed in one register, or two or four narrower ones
 SIGN = 0x80000000
 CHUNK = 256  # rows per task
-LARGEST = F(np.finfo(np.float32).max)
-MAGNITUDE = I(0x7FFFFFFF)
 HUGE = I((127 + 100) << 23)  # bits of 2**100: sums of 576 such numbers still are finite
 DOWN, UP = F(2.0**-32), F(2.0**32)
 WHOLE = 1 << 20  # larger than any row: its Hadamard matrices are not limited
@@ -45,8 +44,8 @@ def _place(context, b, array_type, array, first, lanes):
     return b.bitcast(b.gep(base, [first]), ir.VectorType(ir.FloatType(), lanes).as_pointer())
 
 
-def _turn_lanes(b, x, half):
-    """One turn in a register: x[i] + x[i + half] where bit `half` of i is 0, else their difference.
+def _lane_butterfly(b, x, half):
+    """One stage of butterflies in a register: x[i] + x[i + half] where bit `half` of i is 0, else their difference.
 
     Each lane adds its partner to itself or, in the second half, to itself with the sign changed.
     """
@@ -57,11 +56,11 @@ def _turn_lanes(b, x, half):
     return b.fadd(partner, b.bitcast(b.xor(b.bitcast(x, index), sign), x.type))
 
 
-def _turn_registers(registers):
-    """An intrinsic for all turns of `registers` times `LANES` numbers, which it loads once."""
+def _register_butterflies(registers):
+    """An intrinsic for all stages of `registers` times `LANES` numbers, which it loads once."""
 
     @intrinsic
-    def turn(typingctx, out, first):
+    def butterflies(typingctx, out, first):
         def codegen(context, b, signature, args):
             array, first = args
             places = [
@@ -69,8 +68,8 @@ def _turn_registers(registers):
                 for at in (b.add(first, first.type(i * LANES)) for i in range(registers))
             ]
             x = [b.load(place, align=4) for place in places]
-            for turn in range(LANES.bit_length() - 1):
-                x = [_turn_lanes(b, lanes, 1 << turn) for lanes in x]
+            for stage in range(LANES.bit_length() - 1):
+                x = [_lane_butterfly(b, lanes, 1 << stage) for lanes in x]
             half = 1
             while half < registers:
                 for i in (i for i in range(registers) if not i & half):
@@ -82,11 +81,11 @@ def _turn_registers(registers):
 
         return types.void(out, first), codegen
 
-    return turn
+    return butterflies
 
 
 @intrinsic
-def _turn_halves(typingctx, out, first, half):
+def _butterfly_of_halves(typingctx, out, first, half):
     """`LANES` numbers of `out` from `first` on plus, and less, those that are `half` behind."""
 
     def codegen(context, b, signature, args):
@@ -103,13 +102,13 @@ def _turn_halves(typingctx, out, first, half):
     return types.void(out, first, half), codegen
 
 
-_turn_lanes_once = _turn_registers(1)
-_turn_four = _turn_registers(4)
+_butterflies_of_one = _register_butterflies(1)
+_butterflies_of_four = _register_butterflies(4)
 
 
 @bare
-def _turn_small(out, block):
-    """All turns of blocks that do not fill a register."""
+def _small_butterflies(out, block):
+    """All stages of blocks that do not fill a register."""
     half = 1
     while half < block:
         for first in range(0, out.size, 2 * half):
@@ -121,20 +120,20 @@ def _turn_small(out, block):
 
 
 @bare
-def _turn_large(out, block):
-    """All turns of blocks of `LANES` and more channels."""
+def _large_butterflies(out, block):
+    """All stages of blocks of `LANES` and more channels."""
     half = np.int64(LANES)
     if block >= 4 * LANES:
         half = np.int64(4 * LANES)
         for first in range(np.int64(0), out.size, half):
-            _turn_four(out, first)
+            _butterflies_of_four(out, first)
     else:
         for first in range(np.int64(0), out.size, half):
-            _turn_lanes_once(out, first)
+            _butterflies_of_one(out, first)
     while half < block:
         for first in range(np.int64(0), out.size, 2 * half):
             for e in range(first, first + half, LANES):
-                _turn_halves(out, e, half)
+                _butterfly_of_halves(out, e, half)
         half *= 2
 
 
@@ -148,13 +147,13 @@ def _rotate_row(row, bits, block, factor, out):
     for e in range(row.size):
         out[e] = row[e] * unit
     if block < LANES:
-        _turn_small(out, block)
+        _small_butterflies(out, block)
     else:
-        _turn_large(out, block)
+        _large_butterflies(out, block)
     if large:  # a finite row stays finite
         for e in range(row.size):
             x = out[e] * UP
-            out[e] = x if x != x or top >= I(0x7F800000) else min(max(x, -LARGEST), LARGEST)
+            out[e] = x if x != x or top >= INFINITE else min(max(x, -LARGEST), LARGEST)
 
 
 @bare

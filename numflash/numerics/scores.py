@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import fixedpoint as fx
+from .fixedpoint import LN2
 from .quantization import QuantizedTensor
 
 if TYPE_CHECKING:
     from ..validation import Problem
 
 F = np.float32
-LN2 = np.log(2.0)
 LOWEST = np.finfo(F).min
 LIMIT = 2.0**100  # combined scales are cut here
 
 
 def largest(x: np.ndarray) -> float:
     """The largest element, 0 of an empty array."""
-    return float(
-        np.maximum.reduce(x, None, initial=0)
-    )  # x.max() takes twice as long where nothing is in the cache
+    # x.max() takes twice as long where nothing is in the cache
+    return float(np.maximum.reduce(x, None, initial=0))
 
 
 def score_unit(scale: float, softcap: float = 0.0) -> float:
@@ -64,6 +63,16 @@ def combined_scale(
     return cq.astype(F, copy=False), ck.astype(F, copy=False)
 
 
+def offset_products(query: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """(B, H, L) float64: q . offset, what smoothing took off the products of each row.
+
+    query (B, H, L, D) int8 or float64; offset (B, Hkv, D) float32.
+    """
+    repeated = np.repeat(offset.astype(np.float64), query.shape[1] // offset.shape[1], 1)
+    # no BLAS: its threads would keep spinning after the call
+    return np.einsum("bhld,bhd->bhl", query, repeated)
+
+
 def row_shift(q: QuantizedTensor, offset: np.ndarray | None, scale: float) -> np.ndarray | None:
     """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset.
 
@@ -73,11 +82,7 @@ def row_shift(q: QuantizedTensor, offset: np.ndarray | None, scale: float) -> np
     """
     if offset is None:
         return None
-    offset = np.repeat(offset.astype(np.float64), q.data.shape[1] // offset.shape[1], 1)
-    dots = np.einsum(
-        "bhld,bhd->bhl", q.data, offset[:, :, 0]
-    )  # no BLAS: its threads would keep spinning after the call
-    return dots * q.row_scale() * scale
+    return offset_products(q.data, offset[:, :, 0]) * q.row_scale() * scale
 
 
 def cap_shift(problem: Problem) -> np.ndarray | None:

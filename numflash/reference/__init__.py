@@ -1,7 +1,7 @@
 """What is right: the float64 oracle, and the integer models that define INT8 attention and decode.
 
-NumPy only; nothing here is fast, and no kernel imports it. May import `validation` and
-`numerics`.
+NumPy only; nothing here is fast, and no kernel imports it. May import `validation`, `numerics`,
+`interop`, `tiling`.
 """
 
 from __future__ import annotations

@@ -79,9 +79,8 @@ def _oracle_rows(problem, b, h, rows, q, k, v):
         l = p.sum(-1)
         finite = np.isfinite(v)
         out = p @ np.where(finite, v, 0)
-        for j in np.flatnonzero(
-            ~finite.all(1)
-        ):  # 0 * NaN must not reach rows that do not see the key
+        # 0 * NaN must not reach rows that do not see the key
+        for j in np.flatnonzero(~finite.all(1)):
             out += np.where(p[:, j : j + 1] > 0, p[:, j : j + 1] * np.where(finite[j], 0, v[j]), 0)
         lse = np.where(l == 0, -np.inf, top[:, 0] + np.log(l))
         out = np.where(l[:, None] == 0, 0, out / l[:, None])

@@ -95,9 +95,8 @@ def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarra
     if k.offset is None:
         return None
     offset = np.repeat(k.offset.astype(np.float64), q.data.shape[1] // k.offset.shape[1], 1)
-    dots = np.einsum(
-        "bhld,bhd->bhl", q.data, offset[:, :, 0]
-    )  # no BLAS: its threads keep spinning (docs/pitfalls.md, "BLAS threads keep spinning")
+    # no BLAS: its threads keep spinning (docs/pitfalls.md, "BLAS threads keep spinning")
+    dots = np.einsum("bhld,bhd->bhl", q.data, offset[:, :, 0])
     return dots * q.row_scale() * scale
 
 

@@ -9,7 +9,8 @@ key block, so equal key blocks give equal bits (INT8 pipeline, step 1).
 The tilings of the A64FX notes (docs/sources.md) are among the named ones, with their working sets
 added up: the fused kernel needs 58.75 KiB where the summary says 46 KB.
 
-`using` changes a tiling for a block of code; `in_use` is the one that the next call takes.
+`using` changes a tiling for a block of code; `in_use` is the one that the next call takes. May import
+`jit` and `errors`.
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ from .named import TILINGS
 from .sizes import KEY_BLOCK, Tiling
 
 MOST_ROWS = 1024  # of a query tile: a worker has scores of block_q x key_block three times
-UNIT_ROWS = (
-    2  # rows of INT8 register tiles are a multiple of it: the last rows are computed by twos
-)
+# rows of INT8 register tiles are a multiple of it: the last rows are computed by twos
+UNIT_ROWS = 2
 MOST_VECTORS = 4  # of a float register tile: its rows of scores are computed by 1 to 4 vectors
 VECTOR_REGISTERS = {"avx2": 16, "avx_vnni": 16}  # 32 elsewhere
 CHANGEABLE = ("mr", "nv", "block_q", "key_block")

@@ -1,7 +1,7 @@
 """Arguments of the public functions, checked and described by one frozen `Problem`.
 
 `Options` is what a call asks for, `Problem` that and its arrays. May import `numerics`, `interop`,
-`tiling`; computes nothing.
+`tiling`, `errors`; computes nothing.
 """
 
 from .description import Problem

@@ -13,7 +13,7 @@ from numflash import reference
 from numflash.cpu import general_int8, launch_int8
 from numflash.cpu.int8 import call, quantize_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
-from numflash.jit import guard, memory, target, threads
+from numflash.jit import guard, scratch, target, threads
 from numflash.numerics.fixedpoint import FLOAT_VALUES
 from numflash.numerics.quantization import quantize_problem
 from numflash.validation import problem
@@ -30,21 +30,21 @@ SHAPES = {
 
 
 def operands(x):
-    """The arrays of `general_int8.Operands`, by name."""
+    """The arrays of `arguments.Operands`, by name."""
     keys = {f"keys.{name}": a for name, a in x.keys._asdict().items()}
-    return {"query": x.query, "query_scale": x.query_scale, "values": x.values, **keys}
+    return {"q": x.q, "cq": x.cq, "values": x.values, "v_scale": x.v_scale, **keys}
 
 
 # what a plan leaves in its scratch memory, by the names of `call.Numbers`
 PLACES = {
-    "query": "q",
-    "query_scale": "scores_scale",
+    "q": "q",
+    "cq": "scores_scale",
     "values": "packed_values",
     "keys.data": "packed_keys",
     "keys.start": "starts",
     "keys.scale": "key_scale",
     "keys.wide": "wide",
-    "value_scale": "value_scale",
+    "v_scale": "value_scale",
 }
 
 
@@ -53,16 +53,16 @@ def check(p, isa):
     if guard.ON:
         pytest.skip("reads one block of scratch memory; guard gives each array its own")
     plan, general = launch_int8.Int8Plan(p, isa), quantize_problem(p)
-    want = general_int8.from_integers(general, isa)
-    room = memory.Room(plan.layout.nbytes)
+    packed, _ = general_int8.from_integers(general, isa)
+    room = scratch.Room(plan.layout.nbytes)
     room.array[:] = 0xFF
     out = np.empty((*p.shape[:2], p.shape[3], p.shape[6]), np.float32)
     lse = np.empty(out.shape[:3], np.float32)
-    memory.scratch.give(room)
+    scratch.scratch.give(room)
     plan.run(*plan.operands(p.query, p.key, p.value), out, lse)
-    assert memory.scratch.room is room
+    assert scratch.scratch.room is room
     at = call.Numbers(*plan.numbers[: call.NUMBERS].tolist())
-    for name, x in (*operands(want).items(), ("value_scale", want.value_scale)):
+    for name, x in operands(packed).items():
         place = room.address + getattr(at, PLACES[name])
         got = launch_int8.at_address(place, x.shape, x.dtype.str)
         np.testing.assert_array_equal(got, x, err_msg=name)

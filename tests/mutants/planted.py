@@ -322,7 +322,7 @@ MUTANTS = [
         SCORES,
     ),
     Mutant(
-        "numerics/scores.py", "return dots * q.row_scale() * scale", "return dots * scale", SCORES
+        "numerics/scores.py", "[:, :, 0]) * q.row_scale() * scale", "[:, :, 0]) * scale", SCORES
     ),
     Mutant(
         "numerics/scores.py",
@@ -488,7 +488,7 @@ MUTANTS = [
         "tests/test_codegen.py -k typed_where",
     ),
     Mutant(
-        "cpu/decode/shared_values.py",
+        "cpu/isa/transpose.py",
         "shuffle(b, x, y, low), shuffle(b, x, y, high)",
         "shuffle(b, x, y, high), shuffle(b, x, y, low)",
         "tests/cpu/test_decode_latent.py",

@@ -1,4 +1,5 @@
 """The gradient of attention: register tiles in `flash_backward`, row by row in `backward_rows`.
 
-May import: `cpu.isa`, `cpu.floats`, `cpu.semantics`, `jit`, `tiling`.
+May import: `cpu.isa`, `cpu.floats`, `cpu.semantics`, `cpu.launch_float`, `validation`, `numerics`,
+`tiling`, `jit`.
 """

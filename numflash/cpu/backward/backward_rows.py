@@ -2,7 +2,7 @@
 
 The portable kernel in float32, the rescue in float64.
 
-The algorithm of `backward` without its tiles, in two passes that share nothing, so that no worker
+The algorithm of `flash_backward` without its tiles, in two passes that share nothing, so that no worker
 adds to what another writes: `query_pass` owns a row of dQ and goes through its keys, `key_pass`
 owns a block of keys and goes through the rows that see it. A key of weight 0 is never touched, so
 NaN and infinity in hidden keys and values stay where they are.
@@ -18,7 +18,8 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
-from ..floats.flash_rows import LN2, LOG2E, row_functions
+from ...numerics.fixedpoint import LN2, LOG2E
+from ..floats.flash_rows import row_functions
 from ..isa.operands import Packed, Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_slopes
 from ..isa.vectors import next_task

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...jit.compiler import inline
+from ...numerics.fixedpoint import LN2, LOG2E
 from ..floats import float_rows
 from ..floats.float_isas import FLOAT_ISAS, MR
 from ..isa.operands import Packed, Rows
@@ -15,8 +16,6 @@ from ..isa.score_calls import Corner, Function, batch_of, call_slopes
 from .operands import HIDDEN, QUERIES
 
 F = np.float32
-LN2 = np.log(2.0)
-LOG2E = 1 / LN2
 inlined = inline(forceinline=True)  # where options go in: a call would copy them all
 
 

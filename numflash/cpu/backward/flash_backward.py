@@ -32,6 +32,7 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import empty
 from ...jit.parallel import over_tasks
+from ...numerics.fixedpoint import LOG2E
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS, MR
 from ..floats.float_packing import pack_keys
@@ -40,7 +41,6 @@ from ..isa.isas import padded
 from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import next_task
-from ..launch_float import LOG2E
 from .edge_rows import Dense, make_edge_rows
 from .operands import (
     KEYS,
@@ -89,11 +89,11 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tiles of one worker: P^T, dS^T, dS, flat; until dS is there, slopes are in `turned`."""
+    """The tiles of one worker: P^T, dS^T, dS, flat; until dS is there, slopes are in `transposed`."""
 
     p: np.ndarray
     ds: np.ndarray
-    turned: np.ndarray
+    transposed: np.ndarray
 
 
 class Left(NamedTuple):
@@ -186,8 +186,8 @@ def make_backward(name: str):
 
     @inlined
     def weigh(options, dense, head, key, tile, s, built_in, called, work):
-        """Scores and dP to weights and score gradients, row by row; slopes are in `turned`."""
-        p, ds, slope, columns = work.p, work.ds, work.turned, tile.columns
+        """Scores and dP to weights and score gradients, row by row; slopes are in `transposed`."""
+        p, ds, slope, columns = work.p, work.ds, work.transposed, tile.columns
         always, sloped = built_in or called, called or options.softcap > F(0)
         if called:
             call_functions(options, head, key, tile, p, slope)
@@ -215,13 +215,13 @@ def make_backward(name: str):
         first = near * QUERIES
         add_product(Left(work.p, first, QUERIES, rows), head.do, i, columns, head.dv, key + near)
         add_product(Left(work.ds, first, QUERIES, rows), head.q, i, columns, head.dk, key + near)
-        turned = work.turned
+        transposed = work.transposed
         for r in range(near // side * side, tile.far, side):
             for at in range(0, columns, side):
-                square(work.ds, r * QUERIES + at, QUERIES, turned, at * KEYS + r, KEYS)
+                square(work.ds, r * QUERIES + at, QUERIES, transposed, at * KEYS + r, KEYS)
         for x in range(columns * KEYS, (columns + MR) * KEYS):
-            turned[x] = F(0)  # the last tile of rows may exceed the length
-        add_product(Left(turned, near, KEYS, columns), head.k, key + near, rows, head.dq, i)
+            transposed[x] = F(0)  # the last tile of rows may exceed the length
+        add_product(Left(transposed, near, KEYS, columns), head.k, key + near, rows, head.dq, i)
 
     @inlined
     def head_of(x, sizes, out, n, split):
@@ -240,7 +240,7 @@ def make_backward(name: str):
         n_heads, length, _ = x.q.shape
         key_rows = x.k.shape[1]
         blocks = (key_rows + KEYS - 1) // KEYS
-        work = Work(scratch.p[worker], scratch.ds[worker], scratch.turned[worker])
+        work = Work(scratch.p[worker], scratch.ds[worker], scratch.transposed[worker])
         dense = Dense(
             options.mask.reshape(options.mask.size),
             options.bias.reshape(options.bias.size),
@@ -305,7 +305,7 @@ def run(
     scratch = Scratch(
         empty((workers, KEYS * QUERIES), F, "backward weights"),
         empty((workers, KEYS * QUERIES), F, "backward gradients of scores"),
-        empty((workers, (QUERIES + MR) * KEYS), F, "backward gradients turned round"),
+        empty((workers, (QUERIES + MR) * KEYS), F, "backward gradients transposed"),
     )
     high = x.k.shape[1]
     splits = max(1, min(-(-TASKS // n), -(-high // KEYS)))

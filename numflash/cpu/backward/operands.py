@@ -9,11 +9,12 @@ import numpy as np
 from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import empty, uncleared
 from ...jit.parallel import over_tasks
+from ...numerics.fixedpoint import LOG2E
 from ...tiling import Buffer
 from ...validation import Problem
 from ..floats.float_packing import on_lines
 from ..isa.isas import padded
-from ..launch_float import LOG2E, NO_LIMIT, slope_functions
+from ..launch_float import NO_LIMIT, slope_functions
 from ..semantics import ScoreTiles
 
 F = np.float32
@@ -76,19 +77,19 @@ class Sizes(NamedTuple):
 class Scratch(NamedTuple):
     """Tiles of W workers, on cache lines.
 
-    P, ds (W, KEYS * QUERIES), turned (W, (QUERIES + MR) * KEYS).
+    P, ds (W, KEYS * QUERIES), transposed (W, (QUERIES + MR) * KEYS).
     """
 
     p: np.ndarray
     ds: np.ndarray
-    turned: np.ndarray
+    transposed: np.ndarray
 
 
 class Options(NamedTuple):
-    """Which keys a query attends to and how its scores change, in units of log2, turned round like
+    """Which keys a query attends to and how its scores change, in units of log2, transposed like
     the tiles.
 
-    left, right, diagonal, key_lengths : as in `scores.Semantics`
+    left, right, diagonal, key_lengths : as in `semantics.Semantics`
     hidden : (Nkv, S) bool, keys to leave out; empty if none
     mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four
         sizes may be 1
@@ -130,8 +131,8 @@ def rows_in_vectors(
 
 
 @bare
-def _turn_squares(rows, square, out):
-    """out (S, QUERIES) = rows (up to QUERIES, S) turned round."""
+def _transpose_squares(rows, square, out):
+    """out (S, QUERIES) = rows (up to QUERIES, S) transposed."""
     s = rows.shape[1]
     for first in range(0, s, QUERIES):
         count = min(QUERIES, s - first)
@@ -146,23 +147,25 @@ def _turn_squares(rows, square, out):
 
 
 @inline
-def _turn_block(task, x, out):
+def _transpose_block(task, x, out):
     n, block, length = task // out.shape[1], task % out.shape[1], x.shape[1]
     # rows of x are often a power of two apart, which is one set of L1: a square of its own is not
-    square = uncleared((QUERIES, QUERIES), x.dtype, "square turned round")
-    _turn_squares(x[n, block * QUERIES : min((block + 1) * QUERIES, length)], square, out[n, block])
+    square = uncleared((QUERIES, QUERIES), x.dtype, "square transposed")
+    _transpose_squares(
+        x[n, block * QUERIES : min((block + 1) * QUERIES, length)], square, out[n, block]
+    )
 
 
 @kernel
-def _turn(x, out):
-    """out (N, blocks, S, QUERIES) = x (N, L, S) turned round, by squares.
+def _transpose(x, out):
+    """out (N, blocks, S, QUERIES) = x (N, L, S) transposed, by squares.
 
     Elements beyond L are left unchanged.
     """
-    over_tasks(_turn_block, x.shape[0] * out.shape[1], (x, out))
+    over_tasks(_transpose_block, x.shape[0] * out.shape[1], (x, out))
 
 
-def turned_round(x: np.ndarray | None, dtype: type) -> np.ndarray:
+def transposed(x: np.ndarray | None, dtype: type) -> np.ndarray:
     """A broadcast (B, H, L, S) view as (B, H, blocks of L, S, QUERIES), without its repetitions."""
     if x is None:
         return np.zeros((0, 0, 0, 0, 0), dtype)
@@ -173,13 +176,13 @@ def turned_round(x: np.ndarray | None, dtype: type) -> np.ndarray:
     if x.strides[2] == 0:
         out[:] = once.reshape(nb, nh, 1, s, 1)
     else:
-        _turn(once.reshape(-1, length, s), out.reshape(-1, *out.shape[2:]))
+        _transpose(once.reshape(-1, length, s), out.reshape(-1, *out.shape[2:]))
     return out
 
 
 def options_of(problem: Problem, hidden: np.ndarray) -> Options:
-    bias = turned_round(problem.bias, F)
-    mask = (bias != HIDDEN).view(np.uint8) if bias.size else turned_round(problem.mask, np.uint8)
+    bias = transposed(problem.bias, F)
+    mask = (bias != HIDDEN).view(np.uint8) if bias.size else transposed(problem.mask, np.uint8)
     return Options(
         NO_LIMIT if problem.left is None else problem.left,
         NO_LIMIT if problem.right is None else problem.right,

@@ -2,5 +2,5 @@
 
 Appending, register tiles, softmax, the loop in `flash_decode`.
 
-May import: `cpu.isa`, the tiles of `cpu.int8` and `cpu.floats`, `jit`, `tiling`.
+May import: `cpu.isa`, `cpu.int8`, `cpu.floats`, `numerics`, `interop`, `tiling`, `jit`.
 """

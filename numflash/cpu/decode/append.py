@@ -12,17 +12,13 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import KEY_SCALE_LIMIT, ZERO_VALUE_SCALE
+from ...numerics.quantize_kernels import INFINITE, LARGEST, MAGNITUDE, NO_SCALE, ROUND
 from ...numerics.rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from .tiles import Tile
 
 F = np.float32
 I = np.int32
-LARGEST = F(np.finfo(np.float32).max)
-INFINITE = I(0x7F800000)
-MAGNITUDE = I(0x7FFFFFFF)
-NO_SCALE = F(2.0**-100)  # as in `quantization`
-ROUND = F(1.5 * 2.0**23)
 NO_VALUE = F(ZERO_VALUE_SCALE)
 SCALE_LIMIT = F(KEY_SCALE_LIMIT)
 CODES = F(127)  # largest code of a key or value
@@ -63,7 +59,7 @@ def take_offset(key, offset, out):
 
 
 @bare
-def place(position, sinks, ring):
+def slot_of(position, sinks, ring):
     """The slot of a token; a division only where the ring has come round."""
     behind = position - sinks
     return position if behind < ring else sinks + behind % ring
@@ -230,7 +226,7 @@ def make_append_int8(tile: Tile, parallel: bool):
         k_row = work[2].view(np.int32)[: sizes[4]]
         v_row = work[3].view(np.int32)[:dv]
         for i in range(count):
-            slot = place(length + i, sinks, ring)
+            slot = slot_of(length + i, sinks, ring)
             page, inner = pages[table[slot // page_size]], slot % page_size
             take_offset(key[i], shift, rest)
             if rotation:
@@ -279,7 +275,7 @@ def make_append_float(tile: Tile, parallel: bool):
         sinks, ring, page_size, columns = sizes[0], sizes[1], sizes[2], sizes[3]
         d, dv = key.shape[1], value.shape[1]
         for i in range(count):
-            slot = place(length + i, sinks, ring)
+            slot = slot_of(length + i, sinks, ring)
             page, inner = pages[table[slot // page_size]], slot % page_size
             good = finite(key[i]) and (shared or finite(value[i]))
             write_key(key[i] if good else zeros[:d], page, inner, columns, 0)

@@ -12,7 +12,7 @@ import numpy as np
 from ...jit.compiler import bare
 from ...numerics.fixedpoint import CODE_ONE, CODE_STEPS
 from ...numerics.rotation import WHOLE, rotate_row
-from .append import SCALE_LIMIT, make_writers, over_heads, place, quantize_row, take_offset
+from .append import SCALE_LIMIT, make_writers, over_heads, quantize_row, slot_of, take_offset
 from .tiles import Tile
 
 F = np.float32
@@ -75,7 +75,7 @@ def make_append_int4(tile: Tile, parallel: bool):
         k_row = work[2].view(np.int32)[: (d + unit - 1) // unit * unit]
         v_row = work[3].view(np.int32)[:dv]
         for i in range(count):
-            slot = place(length + i, sinks, ring)
+            slot = slot_of(length + i, sinks, ring)
             page, inner = pages[table[slot // page_size]], slot % page_size
             take_offset(key[i], shift, rest)
             k_scale = quantize_codes(rest[:d], moved, k_row)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, kernel
-from ...jit.memory import place, unpacked
+from ...jit.memory import array_at, unpacked
 from ...tiling import KEY_BLOCK
 from .changes import ChangedScratch
 from .flash_decode import make_decode
-from .task_data import Scratch, Store
+from .task_data import Scratch, Sizes, Store
 from .tiles import Tile
 
 
@@ -77,6 +77,7 @@ class Numbers(NamedTuple):
 
 NUMBERS = len(Numbers._fields)
 SIZES = slice(Numbers._fields.index("queries"), Numbers._fields.index("tiles"))
+COUNT = len(Sizes._fields)
 STORE = slice(Numbers._fields.index("pages"), Numbers._fields.index("cap"))
 OPTIONS = slice(Numbers._fields.index("cap"), Numbers._fields.index("function"))
 FUNCTION, FRAME = (Numbers._fields.index(name) for name in ("function", "frame"))
@@ -90,16 +91,16 @@ def make_scratch_at(tile: Tile, rows: int, changed: bool) -> Any:
     @bare
     def scratch_at(p):
         return Scratch(
-            place(p.q, (p.tiles, rows, planes, p.words), np.int32),
-            place(p.work, (p.tiles, p.work_rows, KEY_BLOCK), np.int32),
-            place(p.sums, (p.workers, p.sums_rows, p.columns), np.float32),
-            place(p.line, (p.workers, 3, p.head_dim), np.float32),
-            place(p.edges, (p.tiles, rows, 5), np.int64),
-            place(p.spoiled, (p.tiles, rows), np.uint8),
-            place(p.o, (p.tasks, rows, p.columns), np.float32),
-            place(p.m, (p.tasks, p.most), np.float32),
-            place(p.l, (p.tasks, p.most), np.float32),
-            place(p.counter, (2,), np.int64),
+            array_at(p.q, (p.tiles, rows, planes, p.words), np.int32),
+            array_at(p.work, (p.tiles, p.work_rows, KEY_BLOCK), np.int32),
+            array_at(p.sums, (p.workers, p.sums_rows, p.columns), np.float32),
+            array_at(p.line, (p.workers, 3, p.head_dim), np.float32),
+            array_at(p.edges, (p.tiles, rows, 5), np.int64),
+            array_at(p.spoiled, (p.tiles, rows), np.uint8),
+            array_at(p.o, (p.tasks, rows, p.columns), np.float32),
+            array_at(p.m, (p.tasks, p.most), np.float32),
+            array_at(p.l, (p.tasks, p.most), np.float32),
+            array_at(p.counter, (2,), np.int64),
         )
 
     @bare
@@ -117,10 +118,10 @@ def make_scratch_at(tile: Tile, rows: int, changed: bool) -> Any:
             s.m,
             s.l,
             s.counter,
-            place(p.cap, (2,), np.float32),
-            place(p.shift, (p.batch, p.kv_heads, p.all_rows), np.float32),
-            place(p.slopes, (heads, p.group), np.float32),
-            place(p.mask, (p.batch if p.new > 0 else 0, p.new, p.new), np.uint8),
+            array_at(p.cap, (2,), np.float32),
+            array_at(p.shift, (p.batch, p.kv_heads, p.all_rows), np.float32),
+            array_at(p.slopes, (heads, p.group), np.float32),
+            array_at(p.mask, (p.batch if p.new > 0 else 0, p.new, p.new), np.uint8),
             p.function,
             p.frame,
         )
@@ -144,21 +145,21 @@ def make_call(tile: Tile, rows: int, changed: bool, parallel: bool) -> Callable[
     def call(query, c, out, numbers):
         p = Numbers(*unpacked(numbers, NUMBERS))
         store = Store(
-            place(p.data, (p.pages, p.kv_heads, p.elements), bits),
-            place(p.table, (p.batch, p.width), np.int32),
-            place(p.lengths, (p.batch,), np.int64),
+            array_at(p.data, (p.pages, p.kv_heads, p.elements), bits),
+            array_at(p.table, (p.batch, p.width), np.int32),
+            array_at(p.lengths, (p.batch,), np.int64),
         )
         heads = (p.batch, p.kv_heads, p.all_rows)
         scratch = scratch_at(p)
         decode(
-            place(query.ctypes.data, (*heads, p.head_dim), np.float32),
+            array_at(query.ctypes.data, (*heads, p.head_dim), np.float32),
             c,
             store,
             scratch,
-            unpacked(numbers[SIZES], 7),
-            place(out.ctypes.data, (*heads, p.value_dim), np.float32),
-            place(p.m_out, heads, np.float32),
-            place(p.l_out, heads, np.float32),
+            unpacked(numbers[SIZES], COUNT),
+            array_at(out.ctypes.data, (*heads, p.value_dim), np.float32),
+            array_at(p.m_out, heads, np.float32),
+            array_at(p.l_out, heads, np.float32),
         )
         return scratch.counter[1] != 0
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
-from .append import place
+from .append import slot_of
 from .slots import coverage
 
 F = np.float32
@@ -64,7 +64,7 @@ class ChangedScratch(NamedTuple):
 
 @bare
 def token_in(slot, length, sinks, ring):
-    """The token in a slot of a sequence of `length` tokens; the inverse of `append.place`."""
+    """The token in a slot of a sequence of `length` tokens; the inverse of `append.slot_of`."""
     if slot < sinks or length <= sinks + ring:
         return slot
     return length - 1 - (length - 1 - slot) % ring
@@ -132,7 +132,7 @@ def hide_new(x, value, first, mask, start, sinks, ring):
         return
     for n in range(mask.size):
         if mask[n] == 0 and start + n >= 0:
-            slot = place(start + n, sinks, ring) - first
+            slot = slot_of(start + n, sinks, ring) - first
             if 0 <= slot < x.size:
                 x[slot] = value
 

@@ -31,13 +31,13 @@ import numpy as np
 from ...jit.compiler import bare, inline, separate
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
+from ...numerics.quantize_kernels import INFINITE
 from ...numerics.rotation import rotate_row
 from ..isa.amx_tiles import ROWS as MATRIX_ROWS
 from ..isa.amx_tiles import tile_state
 from ..isa.vectors import next_task
 from .task_data import (
     AGAIN,
-    INFINITE,
     Results,
     Sizes,
     largest_bits,

@@ -6,7 +6,9 @@ import functools
 
 import numpy as np
 
+from ...interop.halves import bfloat16_of
 from ...jit.compiler import bare
+from ...numerics.quantize_kernels import INFINITE
 from ...tiling import KEY_BLOCK
 from ..floats.float_rows import row_exp, row_leaves, row_max, row_scale, row_weights
 from ..isa.vectors import address
@@ -15,7 +17,7 @@ from .changes import attends_to_bad, change_floats, hide_masked, row_options
 from .functions import LN2, LOG2E, apply_functions
 from .products import make_block
 from .slots import coverage, hide, sees_bad
-from .task_data import AGAIN, INFINITE, NOTHING, largest_bits, places_of
+from .task_data import AGAIN, NOTHING, largest_bits, places_of
 from .tiles import Tile
 
 F = np.float32
@@ -27,6 +29,11 @@ GROWTH = F(8)  # octaves that a float maximum may grow before O is rescaled
 
 @functools.cache
 def make_floats(tile: Tile, rows: int, changed: bool):
+    """(prepare, take, maximum of a row without keys) of float storage, for tiles of `rows` rows.
+
+    prepare(q, c, words, line, codes, spoiled, r) puts a query row into the tile, take(blocks, query)
+    adds key blocks to the sums; `changed`: options or functions may change the scores.
+    """
     matrix = tile.matrix
     block_scores, block_values = (
         matrix_floats.make_matrix_block(tile) if matrix else make_block(tile, rows)
@@ -50,9 +57,8 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         bits = q.view(np.int32)
         if matrix:
             halves = words.reshape(words.size).view(np.uint16)
-            for e in range(bits.size):  # ties to even
-                x = np.uint32(bits[e])
-                halves[e] = np.uint32(x + np.uint32(0x7FFF) + ((x >> 16) & np.uint32(1))) >> 16
+            for e in range(bits.size):
+                halves[e] = bfloat16_of(np.uint32(bits[e]))
             halves[bits.size :] = 0
         else:
             flat = words.reshape(words.size)

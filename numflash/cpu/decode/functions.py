@@ -15,8 +15,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import bare
-from ...jit.memory import place as array_at
+from ...jit.memory import array_at
+from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8, T_LIMIT
+from ...numerics.quantize_kernels import INFINITE, MAGNITUDE
 from ...tiling import KEY_BLOCK
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, call_tile
@@ -34,18 +36,16 @@ from ..isa.vectors import (
     vector,
 )
 from . import tiles
-from .append import place
+from .append import slot_of
 from .changes import change_floats, hide_masked, position_of, row_options, token_in
 from .slots import hide
 from .tiles import Tile
 
 F = np.float32
 I = np.int32
-MAGNITUDE = I(0x7FFFFFFF)
-INFINITE = I(0x7F800000)
 HIDDEN = F(-np.inf)
-LOG2E = F(LOG2E_Q8 / 256)
-LN2 = F(np.log(2))
+LOG2E = F(fx.LOG2E)
+LN2 = F(fx.LN2)
 
 
 @bare(forceinline=True)
@@ -61,15 +61,15 @@ def _call(scores, r, n, first, s, at, scale, unit):
     head = head_of(at, s.shift.shape[2], r)
     position = position_of(at, r)
     wrapped = at.length > at.sinks + at.ring
-    turn = 0  # the slot of a ring's oldest token
+    oldest = 0  # the slot of a ring's oldest token
     if wrapped:
-        turn = place(at.length - 1, at.sinks, at.ring) + 1
+        oldest = slot_of(at.length - 1, at.sinks, at.ring) + 1
     flat = scores.reshape(scores.size)
     slot, stop = first, first + n
     while slot < stop:
         end = stop
         if wrapped:
-            end = min(stop, at.sinks if slot < at.sinks else turn if slot < turn else stop)
+            end = min(stop, at.sinks if slot < at.sinks else oldest if slot < oldest else stop)
         token = token_in(slot, at.length, at.sinks, at.ring)
         x = Rows(flat, r * KEY_BLOCK + slot - first, KEY_BLOCK)
         corner = Corner(at.b, head, position, token)

@@ -32,6 +32,7 @@ LINES = 32
 
 @functools.cache
 def make_integers(tile: Tile, rows: int, changed: bool):
+    """(prepare, take, maximum of a row without keys) of integer storage: as `make_floats`."""
     block_scores, block_values = (make_matrix_block if tile.matrix else make_block)(tile, rows)
     ratios, octaves, shrink, weigh = (
         make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)

@@ -67,7 +67,7 @@ def _buffer(b, work, number):
     return b.gep(work, [b.add(offset, I64(4 * CODES_ROW * KEY_BLOCK))])
 
 
-def _unpack(b, tile: Tile, many, stride, codes, vectors: int) -> None:
+def _unpack(b, tile: Tile, cached, stride, codes, vectors: int) -> None:
     """Write 16 steps of codes to the buffer `codes`, steps of `STEP` bytes.
 
     `vectors` vectors wide and `stride` bytes from pair to pair.
@@ -75,20 +75,20 @@ def _unpack(b, tile: Tile, many, stride, codes, vectors: int) -> None:
     for pair in range(8):
         for v in range(vectors):
             at = b.add(b.mul(stride, I64(pair)), I64(WIDTH * v))
-            prefetch(b, b.gep(many, [b.add(at, I64(AHEAD))]), 3)
-            for step, x in enumerate(tile.many_of_two(b, many, at), 2 * pair):
+            prefetch(b, b.gep(cached, [b.add(at, I64(AHEAD))]), 3)
+            for step, x in enumerate(tile.cached_vectors_of_two_steps(b, cached, at), 2 * pair):
                 write(b, x, codes, I64(STEP * step + WIDTH * v), 1)
 
 
 def _multiply(
-    b, instruction: str, left: int, many, stride, vectors: int, prefetched: bool = True
+    b, instruction: str, left: int, cached, stride, vectors: int, prefetched: bool = True
 ) -> None:
-    """Tiles of sums += the left tile times `vectors` tiles side by side at `many`."""
+    """Tiles of sums += the left tile times `vectors` tiles side by side at `cached`."""
     for v in range(vectors):
         right = RIGHT[v % 2]
         if prefetched:
-            _ahead(b, b.gep(many, [I64(1024 * v)]), 16)
-        _load(b, right, b.gep(many, [I64(WIDTH * v)]), stride)
+            _ahead(b, b.gep(cached, [I64(1024 * v)]), 16)
+        _load(b, right, b.gep(cached, [I64(WIDTH * v)]), stride)
         tile_call(b, instruction, I8(ALL_SUMS[v]), I8(left), I8(right))
 
 
@@ -145,14 +145,14 @@ def matrix_scores(tile: Tile, rows: int):
                 with cgutils.for_range(b, pieces) as step:
                     _load(b, LEFT[0], b.gep(pq, [b.mul(step.index, I64(WIDTH))]), stride)
                     number = b.add(before, step.index)
-                    many = b.gep(pk, [b.mul(number, I64(size))])
+                    cached = b.gep(pk, [b.mul(number, I64(size))])
                     if tile.packed == 2:
                         at_end = b.icmp_signed("==", b.add(step.index, I64(1)), pieces)
                         with b.if_then(b.not_(b.and_(last, at_end)), likely=True):
                             other = _buffer(b, pw, b.add(number, I64(1)))
-                            _unpack(b, tile, b.gep(many, [I64(size)]), I64(STEP), other, 4)
-                        many = _buffer(b, pw, number)
-                    _multiply(b, "tdpbsud", LEFT[0], many, I64(STEP), 4, tile.packed == 1)
+                            _unpack(b, tile, b.gep(cached, [I64(size)]), I64(STEP), other, 4)
+                        cached = _buffer(b, pw, number)
+                    _multiply(b, "tdpbsud", LEFT[0], cached, I64(STEP), 4, tile.packed == 1)
                 _leave(b, pw, 4, first)
             with cgutils.for_range_slice(b, I64(0), a[4], I64(LANES), I64) as (at, _):
                 key_scale = load(b, pck, at, floats, 4)
@@ -193,8 +193,8 @@ def matrix_values(tile: Tile, rows: int, vectors: int):
 
             def place(number):
                 first, n = pieces[number]
-                many = b.gep(pv, [b.mul(a[2], I64(16 * n // tile.packed))])
-                return b.gep(many, [I64(first * LANES * KEY_BLOCK // tile.packed)])
+                cached = b.gep(pv, [b.mul(a[2], I64(16 * n // tile.packed))])
+                return b.gep(cached, [I64(first * LANES * KEY_BLOCK // tile.packed)])
 
             def unpacked(number):
                 if tile.packed == 2 and number < len(pieces):
@@ -206,8 +206,8 @@ def matrix_values(tile: Tile, rows: int, vectors: int):
                 if n == 0:
                     _clear(b)
                 unpacked(number + 1)
-                many = _buffer(b, pw, I64(number)) if tile.packed == 2 else place(number)
-                _multiply(b, "tdpbusd", LEFT[n], many, stride, width, tile.packed == 1)
+                cached = _buffer(b, pw, I64(number)) if tile.packed == 2 else place(number)
+                _multiply(b, "tdpbusd", LEFT[n], cached, stride, width, tile.packed == 1)
                 if n == len(LEFT) - 1:
                     _leave(b, pw, width, I64(LANES * first))
             for m in range(rows):

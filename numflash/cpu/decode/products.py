@@ -27,7 +27,7 @@ def make_block(tile: Tile, rows: int):
     size = tile.size
     scales = tile.scales
     packed = tile.packed
-    pace = group * packed  # keys of a turn of P.V's loop
+    pace = group * packed  # keys of an iteration of P.V's loop
     span = nv * lanes
 
     @bare(forceinline=True)

@@ -28,35 +28,35 @@ from ..isa.vectors import (
 from .tiles import CQ, LOW_BITS, LOW_PLANE, SCALE, START, V_START, Tile, state
 
 
-class Walk(NamedTuple):
+class Operands(NamedTuple):
     """What the products of a tile read.
 
-    one : address of the rows, `one_stride` words apart, their low plane `low` words behind
-    many : address of the cached elements, `many_step` elements between two steps, of INT4 and pairs
-        of bfloat16 between two pairs of steps
+    rows : address of the rows, `row_stride` words apart, their low plane `low` words behind
+    cached : address of the cached elements, `cached_step` elements between two steps, of INT4 and
+        pairs of bfloat16 between two pairs of steps
     steps : one or more, of INT4 an even number; of pairs of bfloat16 pairs of steps
     """
 
-    one: ir.Value
-    one_stride: ir.Value
+    rows: ir.Value
+    row_stride: ir.Value
     low: ir.Value
-    many: ir.Value
-    many_step: ir.Value
+    cached: ir.Value
+    cached_step: ir.Value
     steps: ir.Value
 
 
-def _products(b, tile, walk, first, rows, nv, keys, planes):
+def _products(b, tile, operands, first, rows, nv, keys, planes):
     """rows x nv sums in registers: products of `planes` planes, added to `first`, one value a row."""
     start = [x for x in first for _ in range(nv)]
     if tile.packed == 2:
-        return _products_of_codes(b, tile, walk, start, rows, nv, keys, planes)
+        return _products_of_codes(b, tile, operands, start, rows, nv, keys, planes)
     if planes == 1 or tile.pairs:
-        return _plane(b, tile, walk, start, rows, nv, keys, tile.ahead)
+        return _plane(b, tile, operands, start, rows, nv, keys, tile.ahead)
     zero = constant(tile.sums, 0)
-    sums = _plane(b, tile, walk, [zero] * len(start), rows, nv, keys, tile.ahead)
+    sums = _plane(b, tile, operands, [zero] * len(start), rows, nv, keys, tile.ahead)
     shift = constant(tile.sums, LOW_BITS)
     sums = [b.add(b.shl(x, shift), y) for x, y in zip(sums, start, strict=True)]
-    low = walk._replace(one=b.gep(walk.one, [b.mul(walk.low, I64(4))]))
+    low = operands._replace(rows=b.gep(operands.rows, [b.mul(operands.low, I64(4))]))
     return _plane(b, tile, low, sums, rows, nv, keys, 0)
 
 
@@ -65,24 +65,24 @@ def doubled(b, tile, sums, first):
     return b.add(b.shl(sums, constant(tile.sums, 1)), first)
 
 
-def _products_of_codes(b, tile, walk, first, rows, nv, keys, planes):
+def _products_of_codes(b, tile, operands, first, rows, nv, keys, planes):
     """`_products` of INT4."""
     sums = [constant(tile.sums, 0)] * len(first)
-    sums = _plane(b, tile, walk, sums, rows, nv, keys, tile.ahead)
+    sums = _plane(b, tile, operands, sums, rows, nv, keys, tile.ahead)
     if planes == 2:
         sums = [b.shl(x, constant(tile.sums, LOW_BITS)) for x in sums]
-        low = walk._replace(one=b.gep(walk.one, [b.mul(walk.low, I64(4))]))
+        low = operands._replace(rows=b.gep(operands.rows, [b.mul(operands.low, I64(4))]))
         sums = _plane(b, tile, low, sums, rows, nv, keys, 0)
     return [doubled(b, tile, x, y) for x, y in zip(sums, first, strict=True)]
 
 
-def _plane(b, tile, walk, first, rows, nv, keys, prefetched):
+def _plane(b, tile, operands, first, rows, nv, keys, prefetched):
     """rows x nv sums over `steps` steps of one plane, from `first`.
 
     prefetched : bytes ahead that are asked for, 0 for none
     """
-    one, one_stride, _, many, many_step, steps = walk
-    pace = 2 if tile.pairs else tile.packed  # steps that a turn of the loop does
+    words, row_stride, _, cached, cached_step, steps = operands
+    pace = 2 if tile.pairs else tile.packed  # steps at a time
     entry = b.block
     loop = b.append_basic_block("dot")
     done = b.append_basic_block("dot.end")
@@ -94,20 +94,24 @@ def _plane(b, tile, walk, first, rows, nv, keys, prefetched):
     for x in first:
         sums.append(b.phi(x.type))
         sums[-1].add_incoming(x, entry)
-    place = b.mul(n, many_step)
+    place = b.mul(n, cached_step)
     at = [b.add(place, I64(tile.lanes * tile.group * v)) for v in range(nv)]
-    load_steps = tile.many_of_two if pace == 2 else lambda *where: [tile.many(*where)]
-    columns = [load_steps(b, many, x) for x in at]
+    load_steps = (
+        tile.cached_vectors_of_two_steps
+        if pace == 2
+        else lambda *where: [tile.cached_vector(*where)]
+    )
+    columns = [load_steps(b, cached, x) for x in at]
     for v in range(nv if prefetched else 0):
         ahead = b.add(
             b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(prefetched)
         )
-        prefetch(b, b.gep(many, [ahead]))
+        prefetch(b, b.gep(cached, [ahead]))
     out = list(sums)
     for s in range(pace):
         step = b.add(b.mul(n, I64(pace)), I64(s)) if pace > 1 else n
         for m in range(rows):
-            word = tile.one(b, one, b.add(step, b.mul(one_stride, I64(m))))
+            word = tile.broadcast_word(b, words, b.add(step, b.mul(row_stride, I64(m))))
             for v in range(nv):
                 out[m * nv + v] = tile.dot(b, out[m * nv + v], columns[v][s], word, keys)
     following = b.add(n, I64(1))
@@ -149,8 +153,8 @@ def score_tile(tile: Tile, rows: int):
                     for m in range(rows)
                 ]
             stride = b.mul(a[1], I64(tile.query_planes))
-            walk = Walk(pq, stride, a[1], pk, I64(tile.panel * tile.group), a[1])
-            sums = _products(b, tile, walk, first, rows, nv, True, tile.query_planes)
+            operands = Operands(pq, stride, a[1], pk, I64(tile.panel * tile.group), a[1])
+            sums = _products(b, tile, operands, first, rows, nv, True, tile.query_planes)
             if exact:
                 key_scale = [
                     load(b, pck, b.add(a[4], I64(tile.lanes * v)), floats, 4) for v in range(nv)
@@ -207,7 +211,7 @@ def value_tile(tile: Tile, rows: int, nv: int):
                 for m in range(rows)
                 for n in range(nv)
             ]
-            walk = Walk(pw, I64(KEY_BLOCK), I64(LOW_PLANE // 4), pv, a[2], a[3])
+            operands = Operands(pw, I64(KEY_BLOCK), I64(LOW_PLANE // 4), pv, a[2], a[3])
             if exact:
                 first = [constant(tile.sums, 0)] * rows
                 if tile.v_offset:
@@ -215,10 +219,10 @@ def value_tile(tile: Tile, rows: int, nv: int):
                         splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)
                         for m in range(rows)
                     ]
-                sums = _products(b, tile, walk, first, rows, nv, False, tile.planes)
+                sums = _products(b, tile, operands, first, rows, nv, False, tile.planes)
             else:
                 before = [load(b, po, w, floats, 4) for w in where]
-                sums = _plane(b, tile, walk, before, rows, nv, False, tile.ahead)
+                sums = _plane(b, tile, operands, before, rows, nv, False, tile.ahead)
             for i, (w, x) in enumerate(zip(where, sums, strict=True)):
                 if exact:
                     s = splat(b, load(b, pw, state(rows, SCALE + i // nv), F32, 4), floats)

@@ -9,7 +9,7 @@ In a word are `group` channels of one key, or `group` keys of one channel:
     V: [chunk of columns][step of keys][column in chunk][group]
 
 First the `group` words of neighbouring keys exchange their elements (a shuffle within the vector),
-then units of `group` words are transposed by halves, as in `isa.transpose`.
+then units of `group` words are transposed by halves.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 from ...jit.compiler import bare
 from ...tiling import KEY_BLOCK
+from ..isa.transpose import transposed
 from ..isa.vectors import I8, I64, constant, load, pointer, prefetch, shuffle, store, vector
 from .tiles import Tile
 
@@ -38,22 +39,6 @@ def _exchange(b, x, lanes: int, group: int, element: ir.Type):
         for key in range(group)
     ]
     return b.bitcast(shuffle(b, elements, elements, order), x.type)
-
-
-def _transpose(b, rows: list, unit: int) -> list:
-    """Vectors of len(rows) units of `unit` words, transposed."""
-    rows, lanes = list(rows), len(rows) * unit
-    step = len(rows) // 2
-    while step:  # swap the off-diagonal quarters, ever smaller
-        words = step * unit
-        low = [n if not n & words else lanes + n - words for n in range(lanes)]
-        high = [n + words if not n & words else lanes + n for n in range(lanes)]
-        for r in range(len(rows)):
-            if not r & step:
-                x, y = rows[r], rows[r + step]
-                rows[r], rows[r + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
-        step //= 2
-    return rows
 
 
 @functools.cache
@@ -84,7 +69,7 @@ def _square(tile: Tile):
                     x = b.bitcast(x, vector(I8, lanes * group))
                     x = b.bitcast(b.xor(x, constant(x.type, -128)), vector(word, lanes))
                 rows.append(_exchange(b, x, lanes, group, element))
-            for s, x in zip(steps, _transpose(b, rows, group), strict=True):
+            for s, x in zip(steps, transposed(b, rows, group), strict=True):
                 store(b, x, b.gep(pv, [b.mul(a[3], I64(s))]), I64(0), tile.size)
             return context.get_dummy_value()
 

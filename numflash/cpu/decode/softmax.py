@@ -30,6 +30,7 @@ from ..isa.vectors import (
     load,
     pointer,
     shuffle,
+    signed16,
     splat,
     store,
     vector,
@@ -82,9 +83,8 @@ def value_ratios(tile: Tile, rows: int):
             top = constant(ints, 0)
             for some, key, value in zip(held, keys, values, strict=True):
                 bad = b.or_(bad, b.and_(some, b.fcmp_unordered("uno", key, key)))
-                bits = b.select(
-                    some, b.bitcast(value, ints), top
-                )  # finite and positive: ordered like their bits
+                # finite and positive: ordered like their bits
+                bits = b.select(some, b.bitcast(value, ints), top)
                 top = call(b, f"llvm.smax.v{lanes}i32", ints, top, bits)
             largest = b.bitcast(call(b, f"llvm.vector.reduce.smax.v{lanes}i32", I32, top), F32)
             factor = splat(b, b.fdiv(ir.Constant(F32, 65536.0), largest), floats)
@@ -228,8 +228,8 @@ def weigh_rows(tile: Tile, rows: int):
     element = {4: I8, 2: I16, 1: I32}[tile.group]
     bytes_of = vector(I8, 2 * lanes)
 
-    def signed16(n):
-        return constant(i16s, n if n < 32768 else n - 65536)
+    def word(n):
+        return constant(i16s, signed16(n))
 
     multiply_high = tile.vectors.multiply_high
 
@@ -266,21 +266,21 @@ def weigh_rows(tile: Tile, rows: int):
                         for x in ts[v : v + 2]
                     ]
                     y = b.trunc(shuffle(b, *halves, list(range(2 * lanes))), i16s)
-                    f = b.shl(y, signed16(8))  # fraction, Q0.16
-                    g = b.sub(signed16(P_A), multiply_high(b, f, signed16(P_B)))
+                    f = b.shl(y, word(8))  # fraction, Q0.16
+                    g = b.sub(word(P_A), multiply_high(b, f, word(P_B)))
                     h = multiply_high(b, f, g)
-                    x = tile.shift_right(b, b.sub(signed16(P_WIDE), h), b.lshr(y, signed16(8)))
-                    totals[r].append(b.lshr(x, signed16(2)))
+                    x = tile.shift_right(b, b.sub(word(P_WIDE), h), b.lshr(y, word(8)))
+                    totals[r].append(b.lshr(x, word(2)))
                     ratio = load(
                         b, pw, b.add(b.mul(state(rows, RATIO), I64(2)), I64(lanes * v)), i16s, 2
                     )
-                    x = b.lshr(multiply_high(b, x, ratio), signed16(1))
+                    x = b.lshr(multiply_high(b, x, ratio), word(1))
                     stored[r].append(x)
                     at = r * KEY_BLOCK * 32 // element.width + lanes * v
                     if tile.planes == 2:
-                        low = b.trunc(b.and_(x, signed16((1 << LOW_BITS) - 1)), bytes_of)
+                        low = b.trunc(b.and_(x, word((1 << LOW_BITS) - 1)), bytes_of)
                         store(b, low, pw, I64(at + LOW_PLANE), 1)
-                        x = b.trunc(b.lshr(x, signed16(LOW_BITS)), bytes_of)
+                        x = b.trunc(b.lshr(x, word(LOW_BITS)), bytes_of)
                     elif tile.group == 1:
                         x = b.zext(x, wide)
                     store(b, x, pw, I64(at), element.width // 8)

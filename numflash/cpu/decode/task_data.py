@@ -10,6 +10,7 @@ import numpy as np
 
 from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
+from ...numerics.quantize_kernels import MAGNITUDE
 from ...tiling import KEY_BLOCK
 from . import matrix_floats
 from .changes import Rows
@@ -17,8 +18,6 @@ from .tiles import CQ, ROWS, START, L, M, Tile
 
 F = np.float32
 I = np.int32
-INFINITE = I(0x7F800000)
-MAGNITUDE = I(0x7FFFFFFF)
 UNSEEN = F(fx.MIN_OCTAVE)  # maximum of an integer row that has seen no key
 NOTHING = F(-3e38)  # maximum of a float row that has seen no key
 AGAIN = F(np.inf)  # maximum of a float row that is to be done again in float64

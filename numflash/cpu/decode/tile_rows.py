@@ -74,11 +74,11 @@ def make_tile_rows(tile: Tile, rows: int, changed: bool):
         for r in range(real):
             row = q[at.b, at.g, at.row + r]
             if rotation:
-                turned = s.line[w, 2]
+                rotated = s.line[w, 2]
                 for e in range(row.size):
-                    turned[e] = row[e]
-                rotate_row(turned, rotation)
-                row = turned
+                    rotated[e] = row[e]
+                rotate_row(rotated, rotation)
+                row = rotated
             start[r], cq[r] = prepare(row, c, words[r], s.line[w, 0], codes, spoiled, r)
             position = at.length - at.queries + (at.row + r) % at.queries
             row_edges(position, window, at.sinks, at.ring, edges[r])

@@ -189,7 +189,7 @@ class Tile:
         most = 16 if self.lanes == 16 or self.isa in SCALABLE else 8
         return max(n for n in (1, 2, 4) if n <= self.nv and (n == 1 or n * rows <= most))
 
-    def many(self, b: ir.IRBuilder, base, index):
+    def cached_vector(self, b: ir.IRBuilder, base, index):
         """The operand of all lanes at element `index` of the cache."""
         if self.dtype == "float32":
             return in_order(load(b, base, index, self.sums, 4))
@@ -208,7 +208,7 @@ class Tile:
         """The operand of wider dot products than those of bytes."""
         return vector(I16 if self.group == 2 else I32, self.lanes * self.group)
 
-    def many_of_two(self, b: ir.IRBuilder, base, index) -> list:
+    def cached_vectors_of_two_steps(self, b: ir.IRBuilder, base, index) -> list:
         """The operands of all lanes of two steps, whose elements begin at `index`.
 
         INT4 is split into the halves of its bytes, a pair of bfloat16 into those of its word.
@@ -227,7 +227,7 @@ class Tile:
         both = [b.bitcast(y, vector(I8, self.lanes * self.group)) for y in both]
         return both if self.group == 4 else [b.zext(y, self._widened) for y in both]
 
-    def one(self, b: ir.IRBuilder, base, index):
+    def broadcast_word(self, b: ir.IRBuilder, base, index):
         """The 32-bit word `index` of a row, in every lane."""
         if not self.exact:
             return self.vectors.splat(b, load(b, base, index, F32, 4), self.sums)
@@ -238,16 +238,16 @@ class Tile:
             else b.bitcast(x, vector(I16 if self.group == 2 else I8, self.lanes * self.group))
         )
 
-    def dot(self, b: ir.IRBuilder, acc, many, one, keys: bool):
-        """acc + the products; `keys`: `many` is the unsigned operand, else `one` is."""
+    def dot(self, b: ir.IRBuilder, acc, cached, word, keys: bool):
+        """acc + the products; `keys`: `cached` is the unsigned operand, else `word` is."""
         if not self.exact:
-            return self.vectors.generic(b, "fma", many, one, acc)
+            return self.vectors.generic(b, "fma", cached, word, acc)
         if self.group == 1:
-            return b.add(acc, b.mul(many, one))
+            return b.add(acc, b.mul(cached, word))
         return (
-            self.vectors.score_dot(b, acc, many, one)
+            self.vectors.score_dot(b, acc, cached, word)
             if keys
-            else self.vectors.value_dot(b, acc, one, many)
+            else self.vectors.value_dot(b, acc, word, cached)
         )
 
     @property

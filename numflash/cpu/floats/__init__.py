@@ -3,5 +3,5 @@
 Packing, register tiles, and the fused loop in `flash_float`.
 
 `flash_rows` is the same algorithm row by row in plain loops. May import: `cpu.isa`,
-`cpu.semantics`, `jit`, `tiling`.
+`cpu.semantics`, `numerics`, `tiling`, `jit`.
 """

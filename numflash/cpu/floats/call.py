@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, kernel
-from ...jit.memory import place, reinterpret, unpacked
-from ...jit.parallel import threads_now, use_threads
+from ...jit.memory import array_at, reinterpret, unpacked
+from ...jit.parallel import limit_threads, use_threads
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
 from .float_isas import FLOAT_ISAS
@@ -117,20 +117,18 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*unpacked(factors, FACTORS))
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
-        threads = threads_now()
+        threads = limit_threads(p.workers)
         workers = min(p.workers, threads)
-        if workers < threads:
-            use_threads(workers)
-        counter = place(room + p.counter, (2,), np.int64)
+        counter = array_at(room + p.counter, (2,), np.int64)
         counter[0] = 0
         counter[1] = 0
-        stops = place(p.stops, (p.batch,), np.int64)
-        packed = place(room + p.packed_keys, (n_kv, p.panels * panel * p.words), np.uint32)
-        magnitudes = place(room + p.magnitudes, (n_kv, p.panels), np.uint32)
-        source = place(k_at, (n_kv * p.keys * p.words,), np.uint32)
+        stops = array_at(p.stops, (p.batch,), np.int64)
+        packed = array_at(room + p.packed_keys, (n_kv, p.panels * panel * p.words), np.uint32)
+        magnitudes = array_at(room + p.magnitudes, (n_kv, p.panels), np.uint32)
+        source = array_at(k_at, (n_kv * p.keys * p.words,), np.uint32)
         sizes = (p.kv_heads, p.keys, p.words)
         pack_keys(source, stops, sizes, packed.reshape(packed.size), magnitudes)
-        limits = place(room + p.limits, (n_kv,), np.float32)
+        limits = array_at(room + p.limits, (n_kv,), np.float32)
         largest = reinterpret(magnitudes, np.float32)
         for i in range(n_kv):
             for j in range(1, p.panels):
@@ -138,23 +136,23 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
             products = np.float64(largest[i, 0]) * p.head_dim * max(1.0, abs(f.scale))
             limits[i] = F(LARGEST / products)
         if in_place:
-            values = place(v_at, (n_kv, p.keys * p.value_dim), operand)
+            values = array_at(v_at, (n_kv, p.keys * p.value_dim), operand)
         else:
-            rows_of_v = place(room + p.packed_values, (n_kv, p.value_rows, p.columns), np.uint32)
-            v = place(v_at, (p.batch, p.kv_heads, p.keys, p.value_dim), element)
+            rows_of_v = array_at(room + p.packed_values, (n_kv, p.value_rows, p.columns), np.uint32)
+            v = array_at(v_at, (p.batch, p.kv_heads, p.keys, p.value_dim), element)
             pack_values(v, stops, rows_of_v)
             values = reinterpret(rows_of_v.reshape(n_kv, p.value_rows * p.columns), operand)
         semantics = semantics_at(o, f.softcap, False)
         operands = Operands(
-            place(q_at, (n, p.length, p.head_dim), operand),
+            array_at(q_at, (n, p.length, p.head_dim), operand),
             reinterpret(packed, operand),
             limits,
             values,
         )
         results = Results(
-            place(out_at, (n, p.length, p.value_dim), np.float32),
-            place(lse_at, (n, p.length), np.float32),
-            place(room + p.redo, (n, p.length), np.uint8),
+            array_at(out_at, (n, p.length, p.value_dim), np.float32),
+            array_at(lse_at, (n, p.length), np.float32),
+            array_at(room + p.redo, (n, p.length), np.uint8),
         )
         rows = rows_per_task(p.block_q, rows_of_tile, n, p.length, workers)
         sizes = Sizes(p.heads, p.kv_heads, p.keys, p.columns, rows, workers)

@@ -34,6 +34,7 @@ import numpy as np
 from ...jit.compiler import bare, inline, separate
 from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
+from ...numerics.fixedpoint import LN2, LOG2E
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.operands import Rows
@@ -51,8 +52,6 @@ F = np.float32
 HIDDEN = F(-np.inf)
 GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
 LOWEST = F(-1e37)  # a row whose maximum is lower is computed again
-LN2 = np.log(2.0)
-LOG2E = 1 / LN2
 inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 

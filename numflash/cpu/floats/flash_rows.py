@@ -17,6 +17,7 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
+from ...numerics.fixedpoint import LN2, LOG2E
 from ...tiling import tiling
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_tile
@@ -26,9 +27,7 @@ from ..semantics import Semantics, seen_range
 KEYS = tiling("portable", "float32").key_block  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
-LN2 = np.log(2.0)
 LARGEST = np.finfo(np.float32).max
-LOG2E = 1 / LN2
 
 
 class Given(NamedTuple):
@@ -57,6 +56,13 @@ class Row(NamedTuple):
     values: np.ndarray  # (S, Dv)
 
 
+@inline
+def broadcast_row(x, b, h, i, first, stop):
+    """x[b, h, i, first:stop] of x (B, H, L, S), whose first three sizes may be 1."""
+    b, h, i = min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(i, x.shape[2] - 1)
+    return x[b, h, i, first:stop]
+
+
 @functools.cache
 def row_functions(double: bool):
     """What the row kernels call, in float64 or float32: dot, soften, change, nothing_seen."""
@@ -81,23 +87,11 @@ def row_functions(double: bool):
             for j in range(s.size):
                 s[j] = s[j] - slope * R(abs(centre - j))
         if semantics.has_bias:
-            x = semantics.bias
-            row = x[
-                min(b, x.shape[0] - 1),
-                min(h, x.shape[1] - 1),
-                min(i, x.shape[2] - 1),
-                first : first + s.size,
-            ]
+            row = broadcast_row(semantics.bias, b, h, i, first, first + s.size)
             for j in range(s.size):
                 s[j] = R(-np.inf) if row[j] == F(-np.inf) else s[j] + R(row[j]) * R(LOG2E)
         if semantics.has_mask:
-            y = semantics.mask
-            seen = y[
-                min(b, y.shape[0] - 1),
-                min(h, y.shape[1] - 1),
-                min(i, y.shape[2] - 1),
-                first : first + s.size,
-            ]
+            seen = broadcast_row(semantics.mask, b, h, i, first, first + s.size)
             for j in range(s.size):
                 s[j] = s[j] if seen[j] else R(-np.inf)
 
@@ -105,21 +99,9 @@ def row_functions(double: bool):
     def nothing_seen(semantics, b, h, i, first, stop):
         """Whether a dense mask or bias hides all of these keys."""
         if semantics.has_mask:
-            y = semantics.mask
-            return not y[
-                min(b, y.shape[0] - 1), min(h, y.shape[1] - 1), min(i, y.shape[2] - 1), first:stop
-            ].any()
+            return not broadcast_row(semantics.mask, b, h, i, first, stop).any()
         if semantics.has_bias:
-            x = semantics.bias
-            return (
-                x[
-                    min(b, x.shape[0] - 1),
-                    min(h, x.shape[1] - 1),
-                    min(i, x.shape[2] - 1),
-                    first:stop,
-                ]
-                == F(-np.inf)
-            ).all()
+            return (broadcast_row(semantics.bias, b, h, i, first, stop) == F(-np.inf)).all()
         return False
 
     @inline

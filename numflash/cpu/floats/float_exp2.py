@@ -11,8 +11,6 @@ from ..isa.vectors import (
 )
 from .float_isas import larger
 
-LOG2E = 1.4426950408889634
-
 # 2**f on [-1/2, 1/2], minimax in relative error with the constant fixed at 1: 9.2e-8
 EXP2 = (
     1.0,

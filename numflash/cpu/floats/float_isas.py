@@ -140,9 +140,8 @@ class _BFloat16(ir.Type):
 
 
 BF16 = _BFloat16()
-NO_BFLOAT = llvm.llvm_version_info < (
-    16,
-)  # the instructions were declared for integers: int32 lanes of pairs, int16 lanes
+# the instructions were declared for integers: int32 lanes of pairs, int16 lanes
+NO_BFLOAT = llvm.llvm_version_info < (16,)
 
 
 class _Isas(dict[str, FloatIsa]):

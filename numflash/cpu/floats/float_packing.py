@@ -50,8 +50,11 @@ def largest(words, group, top):
 
 
 @functools.cache
-def make_pack_keys(lanes: int, panel: int, group: int):
-    square = transpose(lanes)
+def make_pack_keys(side: int, panel: int, group: int):
+    """pack_keys(k, stops, sizes, out, most): panels of `panel` keys, transposed by squares of `side`
+    words, which hold `group` numbers each.
+    """
+    square = transpose(side)
 
     @bare
     def pack_panel(task, k, stops, sizes, out, most):
@@ -61,12 +64,12 @@ def make_pack_keys(lanes: int, panel: int, group: int):
         count = max(0, min(panel, stops[n // nh] - first))
         source, target = (n * length + first) * words, task * panel * words
         most[n, p] = largest(k[source : source + count * words], group, U(0))
-        whole, columns = count // lanes * lanes, words // lanes * lanes
-        for c in range(0, whole, lanes):
-            for e in range(0, columns, lanes):
+        whole, columns = count // side * side, words // side * side
+        for c in range(0, whole, side):
+            for e in range(0, columns, side):
                 square(k, source + c * words + e, words, out, target + e * panel + c, panel)
             for e in range(columns, words):
-                for r in range(c, c + lanes):
+                for r in range(c, c + side):
                     out[target + e * panel + r] = k[source + r * words + e]
         for e in range(words):
             for r in range(whole, panel):

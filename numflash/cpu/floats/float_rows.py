@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ...numerics.fixedpoint import LOG2E
 from ..isa.vectors import (
     F32,
     I8,
@@ -25,20 +26,20 @@ from ..isa.vectors import (
     store,
     vector,
 )
-from .float_exp2 import EXP2, LOG2E, exp2, polynomial, whole
+from .float_exp2 import EXP2, exp2, polynomial, whole
 from .float_isas import BF16, FLOAT_ISAS, NO_BFLOAT, larger
 
 
 def for_vectors(b, count, lanes, state, body):
     """`for n in range(count)`: body(offset in elements, state) -> state; returns the last state.
 
-    No turn if count is 0.
+    No iteration if count is 0.
 
     The test is at the loop's head, so that LLVM unrolls the loop: with `vectors.repeat` float32
     attention takes 5 to 25 % longer.
     """
     entry = b.block
-    head, turn, done = (b.append_basic_block(part) for part in ("row", "row.turn", "row.end"))
+    head, loop, done = (b.append_basic_block(part) for part in ("row", "row.loop", "row.end"))
     b.branch(head)
     b.position_at_end(head)
     n = b.phi(I64)
@@ -47,8 +48,8 @@ def for_vectors(b, count, lanes, state, body):
     for x in state:
         phis.append(b.phi(x.type))
         phis[-1].add_incoming(x, entry)
-    b.cbranch(compare(b, "icmp_signed", "<", n, count), turn, done)
-    b.position_at_end(turn)
+    b.cbranch(compare(b, "icmp_signed", "<", n, count), loop, done)
+    b.position_at_end(loop)
     after = body(b.mul(n, I64(lanes)), phis)
     n.add_incoming(b.add(n, I64(1)), b.block)
     for phi, x in zip(phis, after, strict=True):

@@ -38,6 +38,7 @@ from .amx_stream_data import (
     FIRST_EDGE,
     NEAR,
     NO_EDGE,
+    NUMBER,
     TURNS,
 )
 from .amx_stream_pipeline import emit_stream
@@ -172,25 +173,36 @@ def fill_turns(table, scratch, tile, kv, place, functions, keys, state, first, s
                 if sight == NONE:
                     continue
                 turn = table[n]
-                turn[0], turn[1] = address(tile.q) + i * stride, address(tile.scale) + 4 * i
-                turn[2], turn[3] = address(kv.keys) + c * stride, address(kv.scale) + 4 * c
-                turn[4], turn[5] = address(kv.values) + c * width, address(state.o) + i * width * 4
-                turn[6], turn[7] = address(state.m) + 4 * i, address(state.l) + 4 * i
-                turn[8] = FIRST_EDGE if c < tile.first_keys else NO_EDGE
+                turn[NUMBER.q] = address(tile.q) + i * stride
+                turn[NUMBER.cq] = address(tile.scale) + 4 * i
+                turn[NUMBER.k] = address(kv.keys) + c * stride
+                turn[NUMBER.ck] = address(kv.scale) + 4 * c
+                turn[NUMBER.v] = address(kv.values) + c * width
+                turn[NUMBER.o] = address(state.o) + i * width * 4
+                turn[NUMBER.m] = address(state.m) + 4 * i
+                turn[NUMBER.l] = address(state.l) + 4 * i
+                turn[NUMBER.lo] = FIRST_EDGE if c < tile.first_keys else NO_EDGE
                 if sight == EDGE or 0 < tile.first_keys - c < FIRST_KEYS:
-                    turn[8] = address(tile.lo) + 8 * i
-                turn[9], turn[10], turn[11] = address(tile.hi) + 8 * i, c, min(KEY_BLOCK, keys - c)
-                turn[12], turn[13] = functions.unmasked, functions.unmasked_frame
-                turn[14], turn[15] = batch_of(functions, place.b), place.h
-                turn[16], turn[17] = place.row + i, min(BLOCK, tile.real - i)
-                turn[18] = address(state.base) + 4 * i
+                    turn[NUMBER.lo] = address(tile.lo) + 8 * i
+                turn[NUMBER.hi] = address(tile.hi) + 8 * i
+                turn[NUMBER.first] = c
+                turn[NUMBER.keys] = min(KEY_BLOCK, keys - c)
+                turn[NUMBER.function] = functions.unmasked
+                turn[NUMBER.frame] = functions.unmasked_frame
+                turn[NUMBER.batch] = batch_of(functions, place.b)
+                turn[NUMBER.head] = place.h
+                turn[NUMBER.query] = place.row + i
+                turn[NUMBER.queries] = min(BLOCK, tile.real - i)
+                turn[NUMBER.base] = address(state.base) + 4 * i
                 n += 1
     padding = address(scratch) + AT.size
     for at, like in ((0, BEFORE), (1, BEFORE), (n, n - 1), (n + 1, n - 1)):
         for field in range(FIELDS):
             table[at, field] = table[like, field]
-        table[at, 5], table[at, 6] = padding + 3 * BLOCK * 4, padding
-        table[at, 7], table[at, 18] = padding + BLOCK * 4, padding + 2 * BLOCK * 4
+        table[at, NUMBER.m] = padding
+        table[at, NUMBER.l] = padding + BLOCK * 4
+        table[at, NUMBER.base] = padding + 2 * BLOCK * 4
+        table[at, NUMBER.o] = padding + 3 * BLOCK * 4
     return n - BEFORE
 
 

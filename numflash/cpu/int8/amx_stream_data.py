@@ -8,14 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..isa.amx_tiles import ROWS, WIDTH
-from ..isa.vectors import F32, I8, I16, I32, I64, constant, vector
+from ..isa.vectors import F32, I8, I16, I32, constant, signed16, vector
 
 TILE = ROWS * WIDTH  # bytes
 GROUP = 8  # rows whose octaves are found together
-# octaves for which int16 scores are exact: as in `flash_int8`
-LOWEST = -110
-HIGHEST = 127
-MOST_OCTAVES = 2**15  # of a base
 INTS, FLOATS, WORDS, BYTES = (
     vector(t, 64 // n) for t, n in ((I32, 4), (F32, 4), (I16, 2), (I8, 1))
 )
@@ -53,6 +49,7 @@ class Turn(NamedTuple):
 
 
 TURN = Turn()
+NUMBER = Turn(*(offset // 8 for offset in TURN))  # of each field in a row of the table
 BEFORE = 2
 AFTER = 2
 FIELDS = len(TURN)
@@ -80,9 +77,8 @@ class Scratch(NamedTuple):
     octaves: int = 36864 + 128  # (32,) int32
     scales: int = 36864 + 256  # (32,) float32: what brings a block's sums to the running octave
     totals: int = 36864 + 384  # (32,) int32: sums of the weights
-    partial: int = (
-        36864 + 512
-    )  # (32, 16) int32: partial sums of the weights, then (32,) float32 factors of O
+    # (32, 16) int32: partial sums of the weights, then (32,) float32 factors of O
+    partial: int = 36864 + 512
     floats: int = 36864 + 512 + 2048  # (32, 128) float32 scores that a function changes
     size: int = 36864 + 512 + 2048 + 16384
 
@@ -90,23 +86,6 @@ class Scratch(NamedTuple):
 AT = Scratch()
 
 
-def pointer_at(b, base, offset):
-    """The pointer `offset` bytes behind `base`; offset is a number or an IR value."""
-    return b.gep(base, [offset if not isinstance(offset, int) else I64(offset)])
-
-
-def load_at(b, base, ty, offset, align=4):
-    """The value of type `ty` that is stored `offset` bytes behind `base`."""
-    x = b.load(b.bitcast(pointer_at(b, base, offset), ty.as_pointer()))
-    x.align = align
-    return x
-
-
-def store_at(b, x, base, offset, align=4):
-    """Store x `offset` bytes behind `base`."""
-    b.store(x, b.bitcast(pointer_at(b, base, offset), x.type.as_pointer())).align = align
-
-
 def word(n):
     """n, 0 to 65535, in every lane of a vector of int16."""
-    return constant(WORDS, n if n < 32768 else n - 65536)
+    return constant(WORDS, signed16(n))

@@ -15,24 +15,32 @@ from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH, tile_call
-from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, splat, vector
+from ..isa.vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    call,
+    constant,
+    load_at,
+    pointer_at,
+    splat,
+    store_at,
+    vector,
+)
 from ..isa.vectors_x86 import AMX_INT8
 from .amx_stream_data import (
     AT,
     BYTES,
     FLOATS,
     GROUP,
-    HIGHEST,
     INTS,
-    LOWEST,
-    MOST_OCTAVES,
     TILE,
     WORDS,
-    load_at,
-    pointer_at,
-    store_at,
     word,
 )
+from .rows import HIGHEST, LOWEST, MOST_OCTAVES
 from .softmax_vectors import below_octave, power_of_two
 
 STEP = fx.REFERENCE_STEP["int8"]
@@ -70,7 +78,6 @@ class Stream:
         self.row_bytes = values * BLOCK * 4  # of O
 
     # ---- tile products
-    # -----------------------------------------------------------------------------
 
     def load_left(self, x: Operands, r: int, k: int) -> None:
         b = self.b
@@ -142,7 +149,6 @@ class Stream:
         return self.b.sitofp(load_at(self.b, block, INTS, place, 64), FLOATS)
 
     # ---- vector work
-    # -------------------------------------------------------------------------------
 
     def score_rows(self, block, ck, cq, x) -> list:
         """A block of sums to int16 scores x, or to float32 ones in the order of the keys.

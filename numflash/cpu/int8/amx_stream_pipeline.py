@@ -40,7 +40,21 @@ from ...numerics.fixedpoint import FIRST_KEYS, LN2_Q8, LOG2E_Q8, MASKED
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, SIDE, VOID, WIDTH
 from ..isa.score_calls import function_type
-from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, pointer, splat, vector
+from ..isa.vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    call,
+    constant,
+    load_at,
+    pointer,
+    pointer_at,
+    splat,
+    store_at,
+    vector,
+)
 from .amx_stream_data import (
     ADDRESSES,
     AT,
@@ -52,9 +66,6 @@ from .amx_stream_data import (
     TURN,
     WORDS,
     Turn,
-    load_at,
-    pointer_at,
-    store_at,
 )
 from .amx_stream_pieces import Operands, Stream, spread
 

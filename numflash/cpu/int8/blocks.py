@@ -85,7 +85,7 @@ def _changed_score_block(isa_name: str, wide: bool):
     def scores(queries, keys, x, changes):
         q, stride, cq, rows = queries
         k, start, ck, first, columns = keys
-        room, turn, groups, panel = room_of(), 0, stride // group, nv * lanes()
+        room, number, groups, panel = room_of(), 0, stride // group, nv * lanes()
         kept, i_old, c_old = 0, 0, 0  # rows of the tile that waits, and where it belongs
         for c in range(0, columns, panel):
             key, i = first + c, 0
@@ -94,17 +94,17 @@ def _changed_score_block(isa_name: str, wide: bool):
                 row, scales = Rows(q, i * stride, stride), Scales(start, ck, key, cq, i)
                 old, key_old = Rows(x, i_old * KEY_BLOCK + c_old, KEY_BLOCK), first + c_old
                 beside, new = min(kept, (groups - 1) // BESIDE), min(4, rows - i)
-                here, part = Waiting(room, turn), Part(beside, i_old, key_old)
+                here, part = Waiting(room, number), Part(beside, i_old, key_old)
                 if new == 4:
                     tile4(row, right, groups, scales, here, old, changes, part)
                 else:
                     tile2(row, right, groups, scales, here, old, changes, part)
                 if beside < kept:
                     part = Part(kept, i_old, key_old)
-                    change(Waiting(room, turn + 1), old, changes, beside, part)
-                kept, i_old, c_old, i, turn = new, i, c, i + new, turn + 1
+                    change(Waiting(room, number + 1), old, changes, beside, part)
+                kept, i_old, c_old, i, number = new, i, c, i + new, number + 1
         old = Rows(x, i_old * KEY_BLOCK + c_old, KEY_BLOCK)
-        change(Waiting(room, turn + 1), old, changes, 0, Part(kept, i_old, first + c_old))
+        change(Waiting(room, number + 1), old, changes, 0, Part(kept, i_old, first + c_old))
 
     @inline
     def wide_scores(queries, keys, x, changes):

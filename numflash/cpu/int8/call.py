@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import place, reinterpret, unpacked
-from ...jit.parallel import threads_now, use_threads
+from ...jit.memory import array_at, reinterpret, unpacked
+from ...jit.parallel import limit_threads, threads_now, use_threads
 from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
@@ -125,27 +125,27 @@ def operands_at(isa_name: str, pv: str):
     @inline
     def keys_at(p, room):
         n, keys = p.batch * p.kv_heads, p.packed_length
-        wide = place(room + p.wide, (n, keys // KEY_BLOCK), np.uint8)
+        wide = array_at(room + p.wide, (n, keys // KEY_BLOCK), np.uint8)
         wide[:] = 0
         return PackedKeys(
-            place(room + p.packed_keys, (n, keys * p.channels), operand),
-            place(room + p.starts, (n, keys), np.int32),
-            place(room + p.key_scale, (n, keys), np.float32),
+            array_at(room + p.packed_keys, (n, keys * p.channels), operand),
+            array_at(room + p.starts, (n, keys), np.int32),
+            array_at(room + p.key_scale, (n, keys), np.float32),
             wide,
         )
 
     @inline
     def values_at(p, room):
         n, keys = p.batch * p.kv_heads, p.packed_length
-        return place(room + p.packed_values, (n, keys * p.columns), value)
+        return array_at(room + p.packed_values, (n, keys * p.columns), value)
 
     @inline
     def first_at(p, room):
         n = p.batch * p.kv_heads
         return FirstKeys(
-            place(room + p.first_keys, (n, FIRST_KEYS, p.head_dim), np.int16),
-            place(room + p.first_scale, (n, FIRST_KEYS), np.float32),
-            place(room + p.first_values, (n, FIRST_KEYS, p.columns), np.float32),
+            array_at(room + p.first_keys, (n, FIRST_KEYS, p.head_dim), np.int16),
+            array_at(room + p.first_scale, (n, FIRST_KEYS), np.float32),
+            array_at(room + p.first_values, (n, FIRST_KEYS, p.columns), np.float32),
             p.first_count,
         )
 
@@ -160,7 +160,7 @@ def attend_packed(isa_name: str, pv: str, *rows: int):
     @inline
     def run(p, o, f, most, operands, out, room):
         n = p.batch * p.heads
-        counter = place(room + p.counter, (1,), np.int64)
+        counter = array_at(room + p.counter, (1,), np.int64)
         counter[0] = 0
         attend(
             operands,
@@ -168,31 +168,24 @@ def attend_packed(isa_name: str, pv: str, *rows: int):
             Sizes(p.heads, p.kv_heads, p.keys, min(p.workers, threads_now()), p.stream),
             counter,
             Results(
-                place(out, (n, p.length, p.value_dim), np.float32),
-                place(room + p.m, (n, p.length), np.int32),
-                place(room + p.l, (n, p.length), np.float32),
+                array_at(out, (n, p.length, p.value_dim), np.float32),
+                array_at(room + p.m, (n, p.length), np.int32),
+                array_at(room + p.l, (n, p.length), np.float32),
             ),
         )
 
     return run
 
 
-@bare
-def limit_threads(workers):
-    """Use at most so many threads; the number that there was."""
-    threads = threads_now()
-    if workers < threads:
-        use_threads(workers)
-    return threads
-
-
 @functools.cache
 def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[..., bool]:
-    """call(q, k, v, out, room, numbers, factors) -> whether only the general way is right, and
-    nothing was written.
+    """call(at, out, room, numbers, factors) -> whether only the general way is right, and nothing
+    was written.
 
-    q, k, v, out, room : addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows
-        of contiguous `kind`; of out (B, H, L, Dv) float32; of scratch memory
+    at : the addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows of contiguous
+        `kind`
+    out, room : addresses of out (B, H, L, Dv) float32 and of scratch memory
+    numbers : int64, the fields of `Numbers` and of `OptionNumbers`;  factors : float64, of `Factors`
     kind : "float32" or "bfloat16"
     rows : of a query tile, where these are not the tiling's
     """
@@ -204,14 +197,14 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
     def operands(p, room):
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
         return Quantized(
-            place(room + p.q, (n, p.length, p.head_dim), np.int8),
-            place(room + p.q_scale, (n, p.length), np.float32),
-            place(room + p.scores_scale, (n, p.length), np.float32),
+            array_at(room + p.q, (n, p.length, p.head_dim), np.int8),
+            array_at(room + p.q_scale, (n, p.length), np.float32),
+            array_at(room + p.scores_scale, (n, p.length), np.float32),
             keys_at(p, room),
             values_at(p, room),
             first_at(p, room),
-            place(room + p.value_scale, (n_kv, p.value_dim), np.float32),
-            place(room + p.offset, (n_kv, p.head_dim), np.float32),
+            array_at(room + p.value_scale, (n_kv, p.value_dim), np.float32),
+            array_at(room + p.offset, (n_kv, p.head_dim), np.float32),
         )
 
     @kernel
@@ -226,7 +219,7 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
             Rows(q_at, p.q_batch, p.q_head, p.q_row, p.heads, p.length, p.head_dim),
             Rows(k_at, p.k_batch, p.k_head, p.k_row, p.kv_heads, p.keys, p.head_dim),
             Rows(v_at, p.v_batch, p.v_head, p.v_row, p.kv_heads, p.keys, p.value_dim),
-            place(o.key_lengths, (p.batch,), np.int64),
+            array_at(o.key_lengths, (p.batch,), np.int64),
             p.smooth != 0,
             F(f.unit),
         )
@@ -268,8 +261,8 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
         n, count = p.batch * p.kv_heads, min(FIRST_KEYS, p.keys)
         k_rows = count if k_low_at != 0 else 0
         v_rows = count if v_low_at != 0 else 0
-        k_low = place(k_low_at, (n, k_rows, p.head_dim), np.int8)
-        v_low = place(v_low_at, (n, v_rows, p.value_dim), np.int8)
+        k_low = array_at(k_low_at, (n, k_rows, p.head_dim), np.int8)
+        v_low = array_at(v_low_at, (n, v_rows, p.value_dim), np.int8)
         step = F(1 / FINER)
         first.keys[:], first.scale[:], first.values[:] = np.int16(0), F(0), F(0)
         for g in range(n):
@@ -285,12 +278,12 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
         n = p.batch * p.kv_heads
         words = n * p.keys * p.head_dim // 4 if whole_words and p.head_dim % step == 0 else 0
         pack_keys(
-            place(k_at, (n, p.keys, p.head_dim), np.int8),
-            place(k_at, (words,), np.int32),
+            array_at(k_at, (n, p.keys, p.head_dim), np.int8),
+            array_at(k_at, (words,), np.int32),
             scale.reshape((n, p.keys)),
             keys,
         )
-        pack_values(place(v_at, (n, p.keys, p.value_dim), np.int8), values, p.columns)
+        pack_values(array_at(v_at, (n, p.keys, p.value_dim), np.int8), values, p.columns)
 
     @kernel
     def call(ready, out, room, numbers, factors):
@@ -299,24 +292,24 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*unpacked(factors, FACTORS))
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
-        q_scale = place(at.q_scale, (n * p.length,), np.float32)
-        k_scale = place(at.k_scale, (n_kv * p.keys,), np.float32)
+        q_scale = array_at(at.q_scale, (n * p.length,), np.float32)
+        k_scale = array_at(at.k_scale, (n_kv * p.keys,), np.float32)
         top_q, top_k = largest_scale(q_scale), largest_scale(k_scale)
         if max(top_q * abs(f.unit), top_k) >= LIMIT:
             return True
         threads = limit_threads(p.workers)
-        cq = place(room + p.scores_scale, (n, p.length), np.float32)
+        cq = array_at(room + p.scores_scale, (n, p.length), np.float32)
         flat, unit = cq.reshape(cq.size), F(f.unit)
         for i in range(flat.size):
             flat[i] = F(q_scale[i] * unit)
         keys, values, first = keys_at(p, room), values_at(p, room), first_at(p, room)
         pack(p, at.k, at.v, k_scale, keys, values)
-        k = place(at.k, (n_kv, p.keys, p.head_dim), np.int8)
-        v = place(at.v, (n_kv, p.keys, p.value_dim), np.int8)
+        k = array_at(at.k, (n_kv, p.keys, p.head_dim), np.int8)
+        v = array_at(at.v, (n_kv, p.keys, p.value_dim), np.int8)
         pack_first(p, k, at.k_low, k_scale, v, at.v_low, first)
         most = most_score(f.unit, top_q, top_k, p.head_dim)
-        q = place(at.q, (n, p.length, p.head_dim), np.int8)
-        v_scale = place(at.v_scale, (n_kv, p.value_dim), np.float32)
+        q = array_at(at.q, (n, p.length, p.head_dim), np.int8)
+        v_scale = array_at(at.v_scale, (n_kv, p.value_dim), np.float32)
         attend(p, o, f, most, Operands(q, cq, keys, values, first, v_scale), out, room)
         if p.workers < threads:
             use_threads(threads)

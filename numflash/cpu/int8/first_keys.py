@@ -15,7 +15,6 @@ There are so few of these that neither tiles nor packed operands pay: Q is read 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import llvmlite.ir as ir
@@ -35,8 +34,10 @@ from ..isa.vectors import (
     I64,
     Isa,
     call,
+    clamp,
     constant,
     data,
+    fold_tree,
     load,
     repeat,
     shuffle,
@@ -70,28 +71,23 @@ def first_keys(
     k: np.ndarray,
     v: np.ndarray,
     scale: np.ndarray,
-    lows: Iterable[np.ndarray | None],
     columns: int,
     count: int = FIRST_KEYS,
 ) -> FirstKeys:
-    """From k (N, S, D), v (N, S, Dv) int8, the scales (N, S) of keys, and `QuantizedTensor.low` of
-    both; `count` is `FirstKeys.number`.
+    """From the first keys k (N, up to 4, D) and values v (N, up to 4, Dv) as
+    `QuantizedTensor.finer_rows` has them, and the scales (N, S) of keys; `count` is
+    `FirstKeys.number`.
     """
-    n, _, d = k.shape
-    k_low, v_low = lows
+    n, there, d = k.shape
     found = FirstKeys(
         np.zeros((n, FIRST_KEYS, d), np.int16),
         np.zeros((n, FIRST_KEYS), F),
         np.zeros((n, FIRST_KEYS, columns), F),
         count,
     )
-    there = min(FIRST_KEYS, k.shape[1])
-    rows = k[:, :there].astype(np.int16) * np.int16(FINER)
-    found.keys[:, :there] = rows if k_low is None else rows + k_low
+    found.keys[:, :there] = k
     found.scale[:, :there] = scale[:, :there] * F(1 / FINER)
-    rows = v[:, :there].astype(np.int16) * np.int16(FINER)
-    rows = rows if v_low is None else rows + v_low
-    found.values[:, :there, : v.shape[2]] = rows * F(1 / FINER)
+    found.values[:, :there, : v.shape[2]] = v * F(1 / FINER)
     return found
 
 
@@ -103,26 +99,6 @@ def no_first_keys(n: int, columns: int) -> FirstKeys:
         np.zeros((n, FIRST_KEYS, columns), F),
         0,
     )
-
-
-def _sum_each(b: ir.IRBuilder, sums: list):
-    """<4 x i32>: the sums of the lanes of four vectors, by a transposing tree."""
-    lanes = sums[0].type.count
-
-    even = [n + j for block in range(0, lanes, 4) for n in (block, lanes + block) for j in (0, 2)]
-    odd = [j + 1 for j in even]
-
-    def combine(x, y):
-        """Neighbours added up: in every 4 lanes two of x, then two of y."""
-        return b.add(shuffle(b, x, y, even), shuffle(b, x, y, odd))
-
-    x = combine(combine(sums[0], sums[1]), combine(sums[2], sums[3]))
-    while lanes > 4:
-        lanes //= 2
-        x = b.add(
-            shuffle(b, x, x, list(range(lanes))), shuffle(b, x, x, list(range(lanes, 2 * lanes)))
-        )
-    return x
 
 
 def _dots(b: ir.IRBuilder, isa: Isa, q, k, row, d):
@@ -141,7 +117,7 @@ def _dots(b: ir.IRBuilder, isa: Isa, q, k, row, d):
 
     whole = b.sdiv(d, I64(wide))
     state = repeat(b, I64(0), whole, [constant(vector(I32, isa.lanes), 0)] * FIRST_KEYS, add)
-    total = _sum_each(b, state)
+    total = fold_tree(b, state, b.add)
 
     def add_one(n, state):
         query = b.sext(load(b, q, b.add(row, n), I8, 1), I32)
@@ -154,14 +130,6 @@ def _dots(b: ir.IRBuilder, isa: Isa, q, k, row, d):
 
     (total,) = repeat(b, b.mul(whole, I64(wide)), d, [total], add_one)
     return total
-
-
-def _limited(b: ir.IRBuilder, x):
-    """x cut at +-T_LIMIT; NaN stays NaN."""
-    for test, limit in ((">", float(fx.T_LIMIT)), ("<", -float(fx.T_LIMIT))):
-        bound = constant(x.type, limit)
-        x = b.select(b.fcmp_ordered(test, x, bound), bound, x)
-    return x
 
 
 @functools.cache
@@ -181,7 +149,9 @@ def score_row(isa_name: str):
             keys_at = b.gep(pk, [b.mul(b.mul(first, args[2]), I64(2))])
             s = b.sitofp(_dots(b, isa, pq, keys_at, args[1], args[2]), FLOATS)
             s = b.fmul(s, load(b, ps, first, FLOATS, 4))
-            store(b, _limited(b, b.fmul(s, splat(b, args[6], FLOATS))), px, args[8], 4)
+            store(
+                b, clamp(b, b.fmul(s, splat(b, args[6], FLOATS)), float(fx.T_LIMIT)), px, args[8], 4
+            )
             return context.get_dummy_value()
 
         place = types.int64
@@ -231,7 +201,7 @@ def weigh_first(rows: int, one: int):
             no_number = b.fcmp_unordered("uno", y, y)
             # NaN is hidden, too: such a row has no result anyway
             seen = b.fcmp_ordered("one", y, constant(floats, float("-inf")))
-            y = _limited(b, b.select(seen, y, constant(floats, 0.0)))
+            y = clamp(b, b.select(seen, y, constant(floats, 0.0)), float(fx.T_LIMIT))
             t = b.fptosi(call(b, f"llvm.roundeven.v{lanes}f32", floats, y), ints)
             t = b.select(seen, t, constant(ints, NO_SCORE))
             top = _fold_rows(b, t, functools.partial(_lanewise, b, "smax"))

@@ -273,7 +273,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         begin_at = span.first // KEY_BLOCK * KEY_BLOCK
         following, starting, extended, extended_stop = begin_at, True, 0, 0
         while starting or following < span.stop:
-            # The start is a turn of this loop, because it happens again where the stream gives up:
+            # The start is an iteration of this loop, because it happens again where the stream gives up:
             # one call of `begin_rows`, whose code is inlined, serves both.
             if starting:
                 begin_rows(operands.q, job, semantics, scratch.wide.reshape(scratch.wide.size))

@@ -15,7 +15,7 @@ from ...jit import target
 from ...numerics.fixedpoint import B_A, B_B, B_C, ONE_Q16, P_WIDE, Q_A, Q_B, SUM_UNIT
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import VECTOR_ISAS
-from ..isa.vectors import F32, I16, I32, I64, constant, data, load, store
+from ..isa.vectors import F32, I16, I32, I64, constant, data, load, signed16, store
 from .softmax_vectors import over_keys
 
 ONE_F32 = 127 << 23  # the bits of 1.0 as float32
@@ -117,7 +117,7 @@ def row_weights_bf16(name: str, keys: int):
             px, pq, pc, pp, ps = (data(context, b, sig.args[n], a[n]) for n in (0, 2, 4, 5, 7))
 
             def word(n):
-                return constant(i16s, n if n < 32768 else n - 65536)
+                return constant(i16s, signed16(n))
 
             top = isa.splat(b, load(b, pq, a[3], I16, 2), i16s)
             below = b.lshr(b.sub(I32(ONE_F32), load(b, pc, a[3], I32, 4)), I32(16))

@@ -6,7 +6,7 @@ and they are rounded to int16 Q8.8. The whole block of rows would not stay in L1
     int32 sums -> float32 scores -> score_mod, mask_mod -> int16
 
 The lowest int16 is kept for -inf, what a function hides: a row of it alone sees nothing, where a
-row of very low scores has to be done again in float32 (`leave_int16` in `flash_int8`). So has one
+row of very low scores has to be done again in float32 (`wide_scores.leave_int16`). So has one
 with a NaN, which becomes the highest.
 """
 
@@ -24,9 +24,8 @@ from ..isa.isas import VECTOR_ISAS, padded
 from ..isa.operands import KeyRange, Packed, Queries, Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_rounded, call_tile, must_mask
 from ..semantics import HIDDEN, UNSEEN
-from .amx_stream_data import MOST_OCTAVES
 from .blocks import score_block
-from .rows import hide_edges, hide_first
+from .rows import MOST_OCTAVES, hide_edges, hide_first
 
 F = np.float32
 I = np.int32

@@ -50,9 +50,8 @@ def _score_epilogue(context, b, isa, types_, a, mr, beside=None):
     rows = dot_loop(
         b, isa, isa.score_dot, Rows(pq, a[1], a[2]), Panel(pk, a[4]), a[5], start * mr, nv, beside
     )
-    if (
-        isa.scalable
-    ):  # A64FX: dot products and conversions share two pipes, 9 cycles each: rows together
+    # A64FX: dot products and conversions share two pipes, 9 cycles each: rows together
+    if isa.scalable:
         rows = iter(list(rows))
     for m, acc in enumerate(rows):
         row_scale = isa.splat(b, load(b, pcq, b.add(a[10], I64(m)), F32, 4), f32s)
@@ -111,9 +110,9 @@ def waiting_room(name: str):
     return room
 
 
-def _waiting(b, isa, room, turn):
-    """Pointer to the tile of an even or odd turn."""
-    tile = b.mul(b.and_(turn, I64(1)), isa.elements(b, 4 * WAITING_ROWS[0] * isa.nv))
+def _waiting(b, isa, room, number):
+    """Pointer to the tile of an even or odd number."""
+    tile = b.mul(b.and_(number, I64(1)), isa.elements(b, 4 * WAITING_ROWS[0] * isa.nv))
     return b.inttoptr(b.add(room, tile), I8.as_pointer())
 
 
@@ -143,7 +142,7 @@ def waiting_tile(name: str, mr: int, overlapped: bool):
     Computes a tile of float32 scores and keeps it for `finish`.
 
     `overlapped`: f(..., x: Rows, changes, before: Part) finishes the first rows of the tile of the
-    turn before beside the dot products, which use two of Zen 4's four vector pipes.
+    iteration before beside the dot products, which use two of Zen 4's four vector pipes.
     before.count <= (groups - 1) // BESIDE.
     """
     isa = VECTOR_ISAS[name]

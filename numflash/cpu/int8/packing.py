@@ -244,7 +244,7 @@ def value_packer(name: str, lanes: int):
     return pack_values
 
 
-def empty_keys(isa_name: str, n: int, s: int, d: int, lanes: int) -> PackedKeys:
+def empty_keys(isa_name: str, n: int, s: int, d: int) -> PackedKeys:
     """Room for s keys of d channels of n heads."""
     isa = VECTOR_ISAS[isa_name]
     keys = padded(s, KEY_BLOCK)
@@ -273,7 +273,7 @@ def pack_keys(
     isa = VECTOR_ISAS[isa_name]
     lanes = lanes or running_lanes(isa_name)
     n, s, d = k.shape
-    packed = empty_keys(isa_name, n, s, d, lanes)
+    packed = empty_keys(isa_name, n, s, d)
     whole = isa.group == 4 and d % isa.step == 0
     words = k.reshape(-1).view(np.int32) if whole else np.empty(0, np.int32)
     key_packer(isa_name, lanes)(k, words, scale, packed)

@@ -14,6 +14,7 @@ of V over the block is put back, exactly. With pv "int16" it is int16, and not s
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,16 +93,46 @@ def begin_row(x, v, one, o):
 
 
 @inline
-def softmax_row(x, top, p):
-    """p + 128 = round(255 * 2**((x - top) / 256)), the weights of int16 Q8.8 scores relative to
-    `top`; returns their sum.
+def weight_p8(y):
+    """round(255 * 2**(-y / 256)) - 128."""
+    return np.int8(exp2_p8(U16(y)) ^ np.uint8(P_OFFSET))
+
+
+@inline
+def weight_w15(y):
+    """32640 * 2**(-y / 256), the weight of pv "int16"."""
+    return np.int16(exp2_p16(U16(y)) >> U16(1))
+
+
+def weight_float(exp2):
+    """f(y): a weight of 32 bits, exact in float32."""
+    exp2 = inline(exp2)
+
+    @inline
+    def weight(y):
+        return F(I(exp2(np.uint32(y))))
+
+    return weight
+
+
+def softmax_of(weight, offset=0):
+    """f(x, top, p): the weights p = weight(top - x) of a row of int16 Q8.8 scores relative to `top`;
+    returns the sum of p + offset.
     """
-    total = I(P_OFFSET * KEY_BLOCK)
-    for j in range(x.size):
-        p[j] = np.int8(exp2_p8(U16(np.subtract(top, I(x[j])))) ^ np.uint8(P_OFFSET))
-    for j in range(x.size):
-        total = np.add(total, I(p[j]))
-    return total
+
+    @inline
+    def softmax(x, top, p):
+        total = I(offset * KEY_BLOCK)
+        for j in range(x.size):
+            p[j] = weight(np.subtract(top, I(x[j])))
+        for j in range(x.size):
+            total = np.add(total, I(p[j]))
+        return total
+
+    return softmax
+
+
+softmax_row = softmax_of(weight_p8, P_OFFSET)
 
 
 @inline
@@ -125,17 +156,6 @@ def value_block(p, v, scale, o):
 
 
 @inline
-def softmax_row_w15(x, top, p):
-    """p = 32640 * 2**((x - top) / 256), the weights of pv "int16"; returns their sum."""
-    total = I(0)
-    for j in range(x.size):
-        p[j] = np.int16(exp2_p16(U16(np.subtract(top, I(x[j])))) >> U16(1))
-    for j in range(x.size):
-        total = np.add(total, I(p[j]))
-    return total
-
-
-@inline
 def value_block_w15(p, v, scale, o):
     """o[i, t] += float32(p[i] . v[t]) * scale[i].
 
@@ -147,22 +167,6 @@ def value_block_w15(p, v, scale, o):
         sums, row = s[i], o[i]
         for t in range(row.size):
             row[t] = F(row[t] + F(F(sums[t]) * scale[i]))
-
-
-def softmax_row_float(exp2):
-    """f(x, top, p): weights p = exp2(top - x), exact in float32; returns their sum."""
-    exp2 = inline(exp2)
-
-    @inline
-    def softmax(x, top, p):
-        total = I(0)
-        for j in range(x.size):
-            p[j] = F(I(exp2(np.uint32(np.subtract(top, I(x[j]))))))
-        for j in range(x.size):
-            total = np.add(total, I(p[j]))
-        return total
-
-    return softmax
 
 
 def value_block_float(weight_unit):
@@ -248,16 +252,133 @@ def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
 
 def float_steps(pv, exp2):
     unit = F(fx.SUM_UNIT[pv])
-    return softmax_row_float(exp2), value_block_float(unit), np.float32, F(0), unit
+    return softmax_of(weight_float(exp2)), value_block_float(unit), np.float32, F(0), unit
 
 
 # pv -> softmax of a row, P.V of a block, dtype and zero of the weights, unit of their sum
 STEPS: dict[str, tuple] = {
     "int8": (softmax_row, value_block, np.int8, np.int8(-P_OFFSET), F(1)),
-    "int16": (softmax_row_w15, value_block_w15, np.int16, np.int16(0), F(1)),
+    "int16": (softmax_of(weight_w15), value_block_w15, np.int16, np.int16(0), F(1)),
     "bf16": float_steps("bf16", fx.exp2_bf16),
     "fp32": float_steps("fp32", fx.exp2_quadratic),
 }
+
+
+class Place(NamedTuple):
+    """Where a query tile is: batch entry, head, first row and number of rows; n and n_kv count the
+    heads of all batch entries.
+    """
+
+    b: int
+    h: int
+    n: int
+    n_kv: int
+    row: int
+    rows: int
+
+
+class Tile(NamedTuple):
+    """A query tile, its scores and weights of a block of keys, and its running state."""
+
+    q: np.ndarray  # (BLOCK_Q, D) int8
+    cq: np.ndarray  # (BLOCK_Q,) float32
+    x: np.ndarray  # (BLOCK_Q, KEY_BLOCK) float32 scores
+    x16: np.ndarray  # the same, int16 relative to the row's octave
+    p: np.ndarray  # (BLOCK_Q, KEY_BLOCK) weights
+    scale: np.ndarray  # (BLOCK_Q,) float32: what brings the block to the running octave
+    total: np.ndarray  # (BLOCK_Q,) int32 sums of the block's weights
+    o: np.ndarray  # (BLOCK_Q, whole NR of Dv) float32 running output
+    m: np.ndarray  # (BLOCK_Q,) int32 running octave
+    l: np.ndarray  # (BLOCK_Q,) float32 running sum of weights
+    spoiled: np.ndarray  # (BLOCK_Q,) uint8 whether a score was NaN
+
+
+@inline
+def new_tile(d, dv, weight):
+    """Memory of a worker's tiles; P holds numbers of the type `weight`."""
+    return Tile(
+        zeros((BLOCK_Q, d), np.int8, "portable query tile"),
+        zeros((BLOCK_Q,), np.float32, "portable query scales"),
+        uncleared((BLOCK_Q, KEY_BLOCK), np.float32, "portable scores"),
+        uncleared((BLOCK_Q, KEY_BLOCK), np.int16, "portable narrow scores"),
+        zeros((BLOCK_Q, KEY_BLOCK), weight, "portable weights"),
+        zeros((BLOCK_Q,), np.float32, "portable block scales"),
+        zeros((BLOCK_Q,), np.int32, "portable sums of a block"),
+        uncleared((BLOCK_Q, (dv + NR - 1) // NR * NR), np.float32, "portable output tile"),
+        uncleared((BLOCK_Q,), np.int32, "portable octaves"),
+        uncleared((BLOCK_Q,), np.float32, "portable sums"),
+        zeros((BLOCK_Q,), np.uint8, "portable spoiled rows"),
+    )
+
+
+@inline
+def call_functions(functions, place, x, first, keys):
+    """Scores x of `keys` keys from `first` on, changed by a score function and hidden by a mask's."""
+    if functions.masked != 0:
+        corner = Corner(batch_of(functions, place.b), place.h, place.row, first)
+        call_tile(
+            Function(functions.masked, functions.masked_frame),
+            Rows(x.reshape(x.size), 0, KEY_BLOCK),
+            place.rows, keys, corner, fx.LN2_Q8, fx.LOG2E_Q8,
+        )  # fmt: skip
+
+
+@inline
+def begin_rows(tile, place, operands, semantics, s, one):
+    """Query rows into the tile, and their state after the sequence's first keys; `one` is weight 1.0."""
+    first_keys, n_kv, row = operands.first, place.n_kv, place.row
+    for i in range(place.rows):
+        source, target = operands.q[place.n, row + i], tile.q[i]
+        for e in range(target.size):
+            target[e] = source[e]
+        tile.cq[i] = operands.cq[place.n, row + i]
+    tile.m[:], tile.l[:], tile.o[:], tile.spoiled[:] = I(UNSEEN), F(0), F(0), 0
+    tile.total[:], tile.scale[:] = 0, F(0)
+    count, q = first_keys.number, tile.q[: place.rows]
+    if count == 0:
+        return
+    score_first(q, first_keys.keys[n_kv], first_keys.scale[n_kv], tile.cq, tile.x)
+    call_functions(semantics.functions, place, tile.x, 0, min(count, s))
+    for i in range(place.rows):
+        lo, hi = row_range(semantics, place.b, row + i, s)
+        a, z = min(lo, count), min(hi, count)
+        if a < z:
+            seen = tile.x[i, a:z]
+            if semantics.general:
+                transform_row(semantics, place.b, place.h, row + i, a, seen)
+            values = first_keys.values[n_kv, a:z]
+            tile.m[i], tile.l[i], bad = begin_row(seen, values, one, tile.o[i])
+            if bad:
+                tile.spoiled[i] = 1
+
+
+@inline
+def keys_seen(place, semantics, s, first_count):
+    """The first key behind the sequence's first ones that some row attends to, and the one after
+    the last.
+    """
+    first, stop = s, 0
+    for i in range(place.rows):
+        lo, hi = row_range(semantics, place.b, place.row + i, s)
+        lo = max(lo, first_count)
+        if hi > lo:
+            first, stop = min(first, lo), max(stop, hi)
+    return first, stop
+
+
+@inline
+def store_rows(tile, place, v_scale, results):
+    """out = O / l * v_scale, and m and l of each row; a row without keys gives 0."""
+    n, row = place.n, place.row
+    for i in range(place.rows):
+        l = F(np.nan) if tile.spoiled[i] else tile.l[i]
+        result, unscaled, r = results.out[n, row + i], tile.o[i], F(1) / l
+        if l == F(0):
+            result[:] = F(0)
+        else:
+            for t in range(result.size):
+                result[t] = F(F(unscaled[t] * r) * v_scale[place.n_kv, t])
+        results.m[n, row + i], results.l[n, row + i] = tile.m[i], l
 
 
 @functools.cache
@@ -269,121 +390,57 @@ def make_attend(pv: str):
     one, step = fx.WEIGHT_ONE[pv], fx.REFERENCE_STEP[pv]
 
     @inline
-    def work(_, operands, semantics, sizes, counter, results):
-        """One worker: query tiles, as long as there are any.
+    def block_rows(tile, place, semantics, s, first_count, c):
+        """The softmax of a block: its scores become weights, and its sums go into the state."""
+        for i in range(place.rows):
+            lo, hi = row_range(semantics, place.b, place.row + i, s)
+            a, z = max(lo - c, first_count - c, 0), min(hi - c, KEY_BLOCK)
+            octave, top, x16, p = I(UNSEEN), I(0), tile.x16[i], tile.p[i]
+            if a < z:
+                seen = tile.x[i, a:z]
+                if semantics.general:
+                    transform_row(semantics, place.b, place.h, place.row + i, c + a, seen)
+                octave, top, bad = narrow_row(seen, x16[a:z])
+                if bad:
+                    tile.spoiled[i] = 1
+            if octave == UNSEEN:
+                p[:], tile.total[i] = zero, I(0)
+            else:
+                x16[:a], x16[z:] = HIDDEN, HIDDEN
+                top = (top + I(step - 1)) & I(-step)
+                tile.total[i] = softmax(x16, top, p)
+            total = F(F(tile.total[i]) * unit)
+            tile.m[i], tile.l[i], tile.scale[i] = merge_row(
+                octave, top, total, tile.m[i], tile.l[i], tile.o[i]
+            )
 
-        One long function: this is the kernel to read first, from top to bottom.
-        """
-        q, cq, (k, ck), v, first_keys, v_scale = operands
-        out, m_out, l_out = results
-        n_heads, length, d = q.shape
+    @inline
+    def work(_, operands, semantics, sizes, counter, results):
+        """One worker: query tiles, as long as there are any. The outline: read it first."""
+        (k, ck), v, first_count = operands.keys, operands.values, operands.first.number
+        n_heads, length, d = operands.q.shape
         h_all, h_kv, s = sizes.heads, sizes.kv_heads, sizes.keys
-        first_count = first_keys.number
-        tiles, width = (length + BLOCK_Q - 1) // BLOCK_Q, (out.shape[2] + NR - 1) // NR * NR
-        q_tile = zeros((BLOCK_Q, d), np.int8, "portable query tile")
-        cq_tile = zeros((BLOCK_Q,), np.float32, "portable query scales")
-        x = uncleared((BLOCK_Q, KEY_BLOCK), np.float32, "portable scores")
-        x16 = uncleared((BLOCK_Q, KEY_BLOCK), np.int16, "portable narrow scores")
-        p = zeros((BLOCK_Q, KEY_BLOCK), weight, "portable weights")
-        o = uncleared((BLOCK_Q, width), np.float32, "portable output tile")
-        m = uncleared((BLOCK_Q,), np.int32, "portable octaves")
-        l = uncleared((BLOCK_Q,), np.float32, "portable sums")
-        scale = zeros((BLOCK_Q,), np.float32, "portable block scales")
-        total = zeros((BLOCK_Q,), np.int32, "portable sums of a block")
-        spoiled = zeros((BLOCK_Q,), np.uint8, "portable spoiled rows")
+        tile, tiles = new_tile(d, results.out.shape[2], weight), (length + BLOCK_Q - 1) // BLOCK_Q
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:
                 break
             # the longest causal tiles first
-            n = task // tiles
-            row = (tiles - 1 - task % tiles) * BLOCK_Q
+            n, row = task // tiles, (tiles - 1 - task % tiles) * BLOCK_Q
             b, h = n // h_all, n % h_all
-            n_kv = b * h_kv + h * h_kv // h_all
-            rows = min(BLOCK_Q, length - row)
-            block = (rows + MR - 1) // MR * MR
-            for i in range(rows):
-                source, target = q[n, row + i], q_tile[i]
-                for e in range(target.size):
-                    target[e] = source[e]
-                cq_tile[i] = cq[n, row + i]
-            m[:], l[:], spoiled[:], total[:], scale[:] = I(UNSEEN), F(0), 0, 0, F(0)
-            o[:] = F(0)
-            functions, last = semantics.functions, row + rows - 1
-            if first_count > 0:
-                score_first(
-                    q_tile[:rows], first_keys.keys[n_kv], first_keys.scale[n_kv], cq_tile, x
-                )
-                if functions.masked != 0:
-                    corner = Corner(batch_of(functions, b), h, row, 0)
-                    call_tile(
-                        Function(functions.masked, functions.masked_frame),
-                        Rows(x.reshape(x.size), 0, KEY_BLOCK),
-                        rows, min(first_count, s), corner, fx.LN2_Q8, fx.LOG2E_Q8,
-                    )  # fmt: skip
-                for i in range(rows):
-                    lo, hi = row_range(semantics, b, row + i, s)
-                    a, z = min(lo, first_count), min(hi, first_count)
-                    if a < z:
-                        seen = x[i, a:z]
-                        if semantics.general:
-                            transform_row(semantics, b, h, row + i, a, seen)
-                        m[i], l[i], bad = begin_row(seen, first_keys.values[n_kv, a:z], one, o[i])
-                        if bad:
-                            spoiled[i] = 1
-            first, stop = s, 0
-            for i in range(rows):
-                lo, hi = row_range(semantics, b, row + i, s)
-                lo = max(lo, first_count)
-                if hi > lo:
-                    first, stop = min(first, lo), max(stop, hi)
+            n_kv, rows = b * h_kv + h * h_kv // h_all, min(BLOCK_Q, length - row)
+            place, units = Place(b, h, n, n_kv, row, rows), (rows + MR - 1) // MR * MR
+            begin_rows(tile, place, operands, semantics, s, one)
+            first, stop = keys_seen(place, semantics, s, first_count)
             for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
-                if all_empty(functions, b, h, row, last, c, min(c + KEY_BLOCK, s)):
+                functions, end = semantics.functions, c + KEY_BLOCK
+                if all_empty(functions, b, h, row, row + rows - 1, c, min(end, s)):
                     continue
-                score_block(
-                    q_tile[:block],
-                    k[n_kv, c : c + KEY_BLOCK],
-                    ck[n_kv, c : c + KEY_BLOCK],
-                    cq_tile,
-                    x,
-                )
-                if functions.masked != 0:
-                    corner = Corner(batch_of(functions, b), h, row, c)
-                    call_tile(
-                        Function(functions.masked, functions.masked_frame),
-                        Rows(x.reshape(x.size), 0, KEY_BLOCK),
-                        rows, min(KEY_BLOCK, s - c), corner, fx.LN2_Q8, fx.LOG2E_Q8,
-                    )  # fmt: skip
-                for i in range(rows):
-                    lo, hi = row_range(semantics, b, row + i, s)
-                    a, z = max(lo - c, first_count - c, 0), min(hi - c, KEY_BLOCK)
-                    octave, top = I(UNSEEN), I(0)
-                    if a < z:
-                        if semantics.general:
-                            transform_row(semantics, b, h, row + i, c + a, x[i, a:z])
-                        octave, top, bad = narrow_row(x[i, a:z], x16[i, a:z])
-                        if bad:
-                            spoiled[i] = 1
-                    if octave == UNSEEN:
-                        p[i], total[i] = zero, I(0)
-                    else:
-                        x16[i, :a], x16[i, z:] = HIDDEN, HIDDEN
-                        top = (top + I(step - 1)) & I(-step)
-                        total[i] = softmax(x16[i], top, p[i])
-                    m[i], l[i], scale[i] = merge_row(
-                        octave, top, F(F(total[i]) * unit), m[i], l[i], o[i]
-                    )
-                add_values(p[:block], v[n_kv, c // KEY_BLOCK], scale, o)
-            for i in range(rows):
-                if spoiled[i]:
-                    l[i] = F(np.nan)
-                result, r = out[n, row + i], F(1) / l[i]
-                if l[i] == F(0):
-                    result[:] = F(0)
-                else:
-                    for t in range(result.size):
-                        result[t] = F(F(o[i, t] * r) * v_scale[n_kv, t])
-                m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+                score_block(tile.q[:units], k[n_kv, c:end], ck[n_kv, c:end], tile.cq, tile.x)
+                call_functions(functions, place, tile.x, c, min(KEY_BLOCK, s - c))
+                block_rows(tile, place, semantics, s, first_count, c)
+                add_values(tile.p[:units], v[n_kv, c // KEY_BLOCK], tile.scale, tile.o)
+            store_rows(tile, place, operands.v_scale, results)
 
     @kernel
     def attend(operands, semantics, sizes, counter, results):

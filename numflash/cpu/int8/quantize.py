@@ -136,9 +136,9 @@ def channel_scales(peaks, scale, factor):
 
 @functools.cache
 def query_rows(kind: str):
-    """f(x, n, first, stop, to, room) -> (largest magnitude as bits, largest scale).
+    """f(x, n, first, stop, unit, to, room) -> (largest magnitude as bits, largest scale).
 
-    Rows first to stop - 1 of query head n.
+    Rows first to stop - 1 of query head n; `to.cq` becomes the scales times `unit`.
     """
     scales = row_scales(kind)
     to_int8 = quantize_rows(kind, False)

@@ -25,10 +25,13 @@ from ..isa.vectors import (
     I64,
     call,
     constant,
+    fold_tree,
+    load_at,
     pointer,
+    pointer_at,
     repeat,
-    shuffle,
     splat,
+    store_at,
     vector,
 )
 
@@ -66,25 +69,11 @@ def row_at(x, n, i):
 SIZES = {"float32": 4, "bfloat16": 2}
 
 
-def _at(b, base, offset):
-    return b.gep(base, [offset])
-
-
-def _load(b, base, offset, ty, align=4):
-    x = b.load(b.bitcast(_at(b, base, offset), ty.as_pointer()))
-    x.align = align
-    return x
-
-
-def _store(b, x, base, offset, align=4):
-    b.store(x, b.bitcast(_at(b, base, offset), x.type.as_pointer())).align = align
-
-
 def _floats(b, kind, base, element):
     """LANES values from `element` on, as float32; bfloat16 is the upper half of one."""
     if kind == "float32":
-        return _load(b, base, b.mul(element, I64(4)), FLOATS)
-    bits = b.zext(_load(b, base, b.mul(element, I64(2)), vector(I16, LANES), 2), INTS)
+        return load_at(b, base, FLOATS, b.mul(element, I64(4)))
+    bits = b.zext(load_at(b, base, vector(I16, LANES), b.mul(element, I64(2)), 2), INTS)
     return b.bitcast(b.shl(bits, constant(INTS, 16)), FLOATS)
 
 
@@ -93,7 +82,7 @@ def _magnitude(b, x):
     return b.and_(b.bitcast(x, INTS), constant(INTS, int(MAGNITUDE)))
 
 
-def _smax(b, x, y):
+def _larger(b, x, y):
     return call(b, f"llvm.smax.v{x.type.count}i32", x.type, x, y)
 
 
@@ -108,37 +97,14 @@ def _count(b, d, width=LANES):
     return b.sdiv(b.add(d, I64(width - 1)), I64(width))
 
 
-def _fold(b, rows):
-    """<8 x i32>: the maximum of each of 8 vectors, by a transposing tree."""
-    lanes = LANES
-    part = ROWS // 2
-    while part:
-        low = [j for j in range(lanes) if j % (2 * part) < part]
-        high = [j + part for j in low]
-        low, high = (_by_eight(side + [lanes + j for j in side]) for side in (low, high))
-        rows = [
-            _smax(b, shuffle(b, x, y, low), shuffle(b, x, y, high))
-            for x, y in zip(rows[::2], rows[1::2], strict=True)
-        ]
-        part //= 2
-    (x,) = rows
-    return _smax(b, *(shuffle(b, x, x, list(range(n, n + ROWS))) for n in (0, ROWS)))
-
-
-def _by_eight(chosen):
-    half = ROWS // 2
-    n = len(chosen) // 2
-    return [
-        j for k in range(0, n, half) for j in chosen[k : k + half] + chosen[n + k : n + k + half]
-    ]
-
-
 def _rows(b, first, stride, count):
     """Addresses of ROWS rows; those from `count` on are the last one again."""
     last = b.sub(count, I64(1))
     for r in range(ROWS):
         row = I64(r)
-        yield _at(b, first, b.mul(stride, b.select(b.icmp_signed("<", row, last), row, last)))
+        yield pointer_at(
+            b, first, b.mul(stride, b.select(b.icmp_signed("<", row, last), row, last))
+        )
 
 
 @functools.cache
@@ -159,20 +125,20 @@ def row_scales(kind: str):
 
             def peaks(n, tops):
                 place = _place(b, n, args[3])
-                off = _load(b, ps, b.mul(place, I64(4)), FLOATS)
+                off = load_at(b, ps, FLOATS, b.mul(place, I64(4)))
                 return [
-                    _smax(b, top, _magnitude(b, b.fsub(_floats(b, kind, row, place), off)))
+                    _larger(b, top, _magnitude(b, b.fsub(_floats(b, kind, row, place), off)))
                     for row, top in zip(rows, tops, strict=True)
                 ]
 
             tops = repeat(b, I64(0), _count(b, args[3]), [constant(INTS, 0)] * ROWS, peaks)
             floats, _ = EIGHT
-            bits = _fold(b, tops)
+            bits = fold_tree(b, tops, functools.partial(_larger, b))
             peak = b.bitcast(bits, floats)
             full = constant(floats, 127.0)
             usable = b.fcmp_ordered(">", peak, constant(floats, float(NO_SCALE)))
-            _store(b, b.select(usable, b.fdiv(peak, full), constant(floats, 1.0)), po, I64(0))
-            _store(b, b.select(usable, b.fdiv(full, peak), constant(floats, 0.0)), pf, I64(0))
+            store_at(b, b.select(usable, b.fdiv(peak, full), constant(floats, 1.0)), po, I64(0))
+            store_at(b, b.select(usable, b.fdiv(full, peak), constant(floats, 0.0)), pf, I64(0))
             return call(b, "llvm.vector.reduce.smax.v8i32", I32, bits)
 
         return types.int32(x, stride, count, d, shift, scale, factor), codegen
@@ -198,21 +164,21 @@ def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
             rows = list(_rows(b, px, args[1], args[2]))
             outs = list(_rows(b, po, args[7], args[2]))
             if not by_channel:
-                own = [splat(b, _load(b, pf, I64(4 * r), F32), FLOATS) for r in range(ROWS)]
+                own = [splat(b, load_at(b, pf, F32, I64(4 * r)), FLOATS) for r in range(ROWS)]
 
-            def turn(n, _):
+            def quantize(n, _):
                 place = _place(b, n, args[3])
-                known = _load(b, pf if by_channel else ps, b.mul(place, I64(4)), FLOATS)
+                known = load_at(b, pf if by_channel else ps, FLOATS, b.mul(place, I64(4)))
                 for r, (row, to) in enumerate(zip(rows, outs, strict=True)):
                     value = _floats(b, kind, row, place)
                     value = (
                         b.fmul(value, known) if by_channel else b.fmul(b.fsub(value, known), own[r])
                     )
                     whole = b.bitcast(b.fadd(value, constant(FLOATS, float(ROUND))), INTS)
-                    _store(b, b.trunc(whole, narrow), to, b.mul(place, I64(bits // 8)), bits // 8)
+                    store_at(b, b.trunc(whole, narrow), to, b.mul(place, I64(bits // 8)), bits // 8)
                 return []
 
-            repeat(b, I64(0), _count(b, args[3]), [], turn)
+            repeat(b, I64(0), _count(b, args[3]), [], quantize)
             return context.get_dummy_value()
 
         return types.void(x, stride, count, d, shift, factor, out, out_stride), codegen
@@ -241,16 +207,16 @@ def down_channels(kind: str, peaks: bool):
                     places = [b.add(place, I64(v * LANES)) for v in range(width)]
 
                     def add(i, state):
-                        row = _at(b, px, b.mul(i, args[1]))
+                        row = pointer_at(b, px, b.mul(i, args[1]))
                         values = [_floats(b, kind, row, at) for at in places]
                         return [
-                            _smax(b, y, _magnitude(b, v)) if peaks else b.fadd(y, v)
+                            _larger(b, y, _magnitude(b, v)) if peaks else b.fadd(y, v)
                             for y, v in zip(state, values, strict=True)
                         ]
 
                     state = repeat(b, I64(0), args[2], [first] * width, add)
                     for at, found in zip(places, state, strict=True):
-                        _store(b, found, po, b.mul(at, I64(4)))
+                        store_at(b, found, po, b.mul(at, I64(4)))
                     return []
 
                 repeat(b, I64(0), stop, [], chunk)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...interop.halves import bfloat16_of, bfloat16_to_float32, bits_of
 from ...jit.compiler import bare
-from ...jit.memory import place, reinterpret
+from ...jit.memory import array_at, reinterpret
 from ...numerics.fixedpoint import FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
@@ -103,7 +103,7 @@ def float_blocks(kind: str, form: str):
         for i in range(2):
             real, at = x.d if i < count else 0, i * columns
             if i < count:
-                row = place(row_at(x, n, j + i), (x.d,), element)
+                row = array_at(row_at(x, n, j + i), (x.d,), element)
                 for t in range(x.d):
                     out[at + t] = bits32(row[t])
             out[at + real : at + columns] = U(0)
@@ -112,8 +112,8 @@ def float_blocks(kind: str, form: str):
     def fill_pair(x, n, j, count, columns, out):
         """The same as pairs, to `columns` words."""
         if count > 0:
-            even = place(row_at(x, n, j), (x.d,), element)
-            odd = place(row_at(x, n, j + count - 1), (x.d,), element)
+            even = array_at(row_at(x, n, j), (x.d,), element)
+            odd = array_at(row_at(x, n, j + count - 1), (x.d,), element)
             kept = U(0xFFFFFFFF) if count == 2 else U(0xFFFF)
             for t in range(x.d):
                 out[t] = U(U(U(bits16(even[t])) | U(U(bits16(odd[t])) << 16)) & kept)

@@ -22,15 +22,19 @@ from .softmax import HALF
 F = np.float32
 I = np.int32
 FARTHEST = F(2.0**27)  # most that is taken off scores before they become int16: within fx.T_LIMIT
+# octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would
+# have a weight
+LOWEST = -110
+HIGHEST = 127
+MOST_OCTAVES = 2**15  # of `State.base`
 
 
 class Tile(NamedTuple):
     """The query rows of one tile."""
 
     q: np.ndarray  # (block_q, channels) operands of the dot products
-    scale: (
-        np.ndarray
-    )  # (block_q,) float32 factor of a row's scores; NaN where the query is not finite
+    # (block_q,) float32 factor of a row's scores; NaN where the query is not finite
+    scale: np.ndarray
     # (block_q,) int64 first key that a row attends to, in the blocks: the first keys of the sequence
     # are in none, but with pv "bf16" and "fp32"
     lo: np.ndarray

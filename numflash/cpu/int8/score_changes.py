@@ -2,7 +2,7 @@
 
 Softcap, ALiBi, bias and mask, between scale and rounding.
 
-The arithmetic of `scores.transform_row`, to the bit: no multiply-add is fused, every operation
+The arithmetic of `semantics.transform_row`, to the bit: no multiply-add is fused, every operation
 rounds once, as in the integer model. Where scores become int16, what is below them all is hidden
 either way; with `wide` they stay float32 and only -inf is.
 
@@ -137,9 +137,8 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         if not wide:
             return changed
         changed = isa.choose(b, "<", changed, number(fx.LOWEST), number(fx.LOWEST), changed)
-        return isa.choose(
-            b, "==", y, number(-np.inf), number(-np.inf), changed
-        )  # which hides even a NaN
+        # a bias of -inf hides even a NaN
+        return isa.choose(b, "==", y, number(-np.inf), number(-np.inf), changed)
 
     def masked(scores, row, key):
         """Scores in the order of the keys, of type int16 or float32."""

@@ -16,13 +16,26 @@ from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import ONE_Q8, P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, weight_planes
-from ..isa.vectors import F32, I16, I32, I64, Isa, call, constant, data, load, store, vector
+from ..isa.vectors import (
+    F32,
+    I16,
+    I32,
+    I64,
+    Isa,
+    call,
+    constant,
+    data,
+    load,
+    signed16,
+    store,
+    vector,
+)
 
 
 def over_keys(b, isa: Isa, keys: int, state: list, body):
     """body(offsets, state) -> state over all int16 vectors of `keys` scores.
 
-    All vectors at once, or two a turn where `keys` is known only when the code runs.
+    All vectors at once, or two an iteration where `keys` is known only when the code runs.
     """
     if not isa.scalable:
         return body([I64(2 * isa.lanes * v) for v in range(keys // (2 * isa.lanes))], state)
@@ -127,7 +140,7 @@ def row_weights(name: str, keys: int, pv: str = "int8"):
             top = isa.splat(b, load(b, pq, a[3], I16, 2), i16s)
 
             def word(n):
-                return isa.fill(b, i16s, n if n < 32768 else n - 65536)
+                return isa.fill(b, i16s, signed16(n))
 
             def weigh(at):
                 y = b.sub(top, load(b, px, b.add(a[1], at), i16s, 2))  # >= 0, Q8.8

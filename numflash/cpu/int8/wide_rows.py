@@ -17,14 +17,11 @@ from ..floats.float_exp2 import whole
 from ..floats.float_isas import FLOAT_ISAS, FloatIsa, fold, larger
 from ..floats.float_rows import for_vectors
 from ..isa.isas import VECTOR_ISAS
-from ..isa.vectors import I16, I32, call, constant, data, load, splat, store, vector
+from ..isa.vectors import I16, I32, call, clamp, constant, data, load, splat, store, vector
 
 I1 = ir.IntType(1)
-FLOATS = {
-    16: "avx512",
-    8: "avx2",
-    4: "neon",
-}  # float vectors of as many lanes as those of an INT8 instruction set
+# float vectors of as many lanes as those of an INT8 instruction set
+FLOATS = {16: "avx512", 8: "avx2", 4: "neon"}
 # the bfloat16 tiles beside an INT8 instruction set, for CPUs that have both
 BFLOATS = {"amx_int8": "amx_bf16", "avx512_vnni": "avx512_bf16"}
 HIDDEN = float("-inf")
@@ -52,14 +49,6 @@ def values_of(isa) -> str:
 def _rounded(b, isa, x):
     """float32 to the nearest int32, ties to even; x within range, NaN becomes 0."""
     return whole(b, isa, call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, x))
-
-
-def _limited(b, isa, x):
-    for test, bound in ((">", float(fx.T_LIMIT)), ("<", -float(fx.T_LIMIT))):
-        x = b.select(
-            b.fcmp_ordered(test, x, constant(isa.floats, bound)), constant(isa.floats, bound), x
-        )
-    return x
 
 
 @functools.cache
@@ -117,7 +106,7 @@ def row_narrow(lanes: int):
 
             def body(at, state):
                 y = load(b, px, b.add(a[1], at), isa.floats, 4)
-                t = b.sub(_rounded(b, isa, _limited(b, isa, y)), base)
+                t = b.sub(_rounded(b, isa, clamp(b, y, float(fx.T_LIMIT))), base)
                 t = b.select(b.icmp_signed("<", t, lowest), lowest, t)
                 t = b.select(b.fcmp_ordered("==", y, constant(isa.floats, HIDDEN)), lowest, t)
                 store(b, b.trunc(t, vector(I16, lanes)), po, b.add(a[5], at), 2)

@@ -18,14 +18,11 @@ from ..semantics import UNSEEN
 from . import wide_rows
 from .blocks import score_block
 from .function_scores import call_rows
+from .rows import HIGHEST, LOWEST
 
 F = np.float32
 I = np.int32
 HIDDEN_WIDE = F(-np.inf)  # float32 score of a key that is not seen
-# Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would
-# have a weight.
-LOWEST = -110
-HIGHEST = 127
 
 
 @bare

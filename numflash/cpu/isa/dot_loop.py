@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .operands import Rows
-from .vectors import I32, I64, load
+from .vectors import I32, I64, load, repeat
 
 BESIDE = 3  # steps of dot products for each piece of other work between them
 
@@ -49,32 +49,10 @@ def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=Non
             x = b.bitcast(isa.splat(b, word, isa.vector(I32)), isa.operand)
             yield [dot(b, sums[m * nv + v], x, columns[v]) for v in range(nv)]
 
-    def repeat(first, stop, old, body):
-        """body(n, values) -> values, for n from `first` to `stop`; the values after them."""
-        entry = b.block
-        loop = b.append_basic_block("dot")
-        done = b.append_basic_block("dot.end")
-        b.cbranch(b.icmp_signed("<", first, stop), loop, done)
-        b.position_at_end(loop)
-        n = b.phi(I64)
-        now = [b.phi(x.type) for x in old]
-        new = body(n, now)
-        following = b.add(n, I64(1))
-        end = b.block
-        b.cbranch(b.icmp_signed("<", following, stop), loop, done)
-        b.position_at_end(done)
-        final = [b.phi(x.type) for x in old]
-        for phi, x, y in zip(
-            [n, *now, *final], [first, *old, *old], [following, *new, *new], strict=True
-        ):
-            phi.add_incoming(x, entry)
-            phi.add_incoming(y, end)
-        return final
-
     def following(g, sums):
         return [x for row in step(g, sums) for x in row]
 
-    def turn(n, sums):
+    def steps(n, sums):
         emit(n)
         for g in range(BESIDE):
             sums = following(b.add(b.mul(n, I64(BESIDE)), I64(g)), sums)
@@ -86,5 +64,5 @@ def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=Non
     if beside:
         count, emit = beside
         first = b.mul(count, I64(BESIDE))
-        sums = repeat(I64(0), count, sums, turn)
-    yield from step(last, repeat(first, last, sums, following))
+        sums = repeat(b, I64(0), count, sums, steps)
+    yield from step(last, repeat(b, first, last, sums, following))

@@ -17,7 +17,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from numba import cfunc, njit, types
 
-from ...jit.memory import place
+from ...jit.memory import array_at
 from ...jit.target import EMULATED_TILES
 
 ROWS, WIDTH = 16, 64
@@ -44,23 +44,23 @@ def _tiles():
 
 @njit
 def _tile(number, shape, dtype):
-    return place(_tiles() + number * TILE, shape, dtype)
+    return array_at(_tiles() + number * TILE, shape, dtype)
 
 
 @njit
 def _rows(number):
     """The rows of a tile; 0 if the thread's tiles are not configured."""
-    return np.int64(place(_tiles() + ROWS_OF, (8,), np.uint8)[number])
+    return np.int64(array_at(_tiles() + ROWS_OF, (8,), np.uint8)[number])
 
 
 def _ldtilecfg(source):
-    place(_tiles() + CONFIGURATION, (WIDTH,), np.uint8)[:] = place(source, (WIDTH,), np.uint8)
+    array_at(_tiles() + CONFIGURATION, (WIDTH,), np.uint8)[:] = array_at(source, (WIDTH,), np.uint8)
     for number in range(8):
         _tilezero(number)
 
 
 def _tilerelease():
-    place(_tiles() + CONFIGURATION, (WIDTH,), np.uint8)[:] = 0
+    array_at(_tiles() + CONFIGURATION, (WIDTH,), np.uint8)[:] = 0
 
 
 @njit
@@ -72,13 +72,13 @@ def _tileloadd64(number, source, stride):
     _tilezero(number)
     tile = _tile(number, (ROWS, WIDTH), np.uint8)
     for row in range(_rows(number)):
-        tile[row] = place(source + row * stride, (WIDTH,), np.uint8)
+        tile[row] = array_at(source + row * stride, (WIDTH,), np.uint8)
 
 
 def _tilestored64(number, target, stride):
     tile = _tile(number, (ROWS, WIDTH), np.uint8)
     for row in range(_rows(number)):
-        place(target + row * stride, (WIDTH,), np.uint8)[:] = tile[row]
+        array_at(target + row * stride, (WIDTH,), np.uint8)[:] = tile[row]
 
 
 def _integer_products(left: Any, right: Any) -> Callable:

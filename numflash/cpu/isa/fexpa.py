@@ -27,9 +27,8 @@ from .vectors import F32, I32, I64, Scalable, call, data
 from .vectors_arm import SVE
 
 F = np.float32
-TABLE = np.rint((np.exp2(np.arange(64) / 64) - 1) * 2**23).astype(
-    np.int32
-)  # Arm manual, FPExpCoefficient
+# Arm manual, FPExpCoefficient
+TABLE = np.rint((np.exp2(np.arange(64) / 64) - 1) * 2**23).astype(np.int32)
 STEPS = F(1.5 * 2**17)  # x + STEPS has a last bit of 1/64
 BIAS = F(127)  # of a float32 exponent; 127 * 64 steps
 LOWEST = F(-127)  # exponent field 0 and fraction 0: 2**x is 0 from here on, as it is for -inf

@@ -39,10 +39,10 @@ class Scales(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """One of two stored tiles: that of an even or of an odd turn."""
+    """One of two stored tiles: that of an even or of an odd number."""
 
     room: Any  # their address
-    turn: Any
+    number: Any
 
 
 class Part(NamedTuple):

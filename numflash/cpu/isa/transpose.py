@@ -16,6 +16,22 @@ from .isas import VECTOR_ISAS
 from .vectors import I8, I16, I32, I64, constant, data, load, repeat, shuffle, store, vector
 
 
+def transposed(b, rows: list, unit: int = 1) -> list:
+    """Vectors of len(rows) units of `unit` words, transposed."""
+    rows, lanes = list(rows), len(rows) * unit
+    step = len(rows) // 2
+    while step:  # swap the off-diagonal quarters, ever smaller
+        words = step * unit
+        low = [n if not n & words else lanes + n - words for n in range(lanes)]
+        high = [n + words if not n & words else lanes + n for n in range(lanes)]
+        for r in range(len(rows)):
+            if not r & step:
+                x, y = rows[r], rows[r + step]
+                rows[r], rows[r + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+        step //= 2
+    return rows
+
+
 @functools.cache
 def transpose(lanes: int, order: tuple[int, ...] = ()):
     """Intrinsic f(x, x_off, x_stride, out, out_off, out_stride): a square of words transposed.
@@ -35,17 +51,7 @@ def transpose(lanes: int, order: tuple[int, ...] = ()):
                 load(b, px, b.add(a[1], b.mul(a[2], ir.Constant(a[2].type, r))), words, 4, 1)
                 for r in order or range(lanes)
             ]
-            step = lanes // 2
-            while step:  # swap the off-diagonal quarters, ever smaller
-                low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
-                high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
-                for r in range(lanes):
-                    if not r & step:
-                        x = rows[r]
-                        y = rows[r + step]
-                        rows[r], rows[r + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
-                step //= 2
-            for r, x in enumerate(rows):
+            for r, x in enumerate(transposed(b, rows)):
                 store(b, x, po, b.add(a[4], b.mul(a[5], ir.Constant(a[5].type, r))), 4)
             return context.get_dummy_value()
 

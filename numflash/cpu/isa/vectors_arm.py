@@ -111,10 +111,8 @@ class Sve(ScalableVectors, Neon):
         while 8 // len(rows) < shortest:
             rows = [pairwise(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
         vscale = call(b, "llvm.vscale.i64", I64)
-        for length in (
-            1,
-            2,
-        ):  # what is left of each row: as many lanes as the vectors are longer, up to 4
+        # what is left of each row: as many lanes as the vectors are longer, up to 4
+        for length in (1, 2):
             longer = b.icmp_unsigned(">", vscale, I64(length))
             rows = [b.select(longer, pairwise(x, x), x) for x in rows]
         fixed = ir.VectorType(rows[0].type.element, shortest)

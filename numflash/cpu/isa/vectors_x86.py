@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numpy as np
 
-from .vectors import I16, I32, Isa, call, shuffle
+from .vectors import I16, I32, Isa, call, fold_tree, shuffle
 
 
 @dataclass(frozen=True)
@@ -29,37 +30,9 @@ class X86(Isa):
         return vec // 2 * 2 * lanes + lane // w * 2 * w + vec % 2 * w + lane % w
 
     def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
-        """A transposing tree.
-
-        Two vectors become one that holds half as many lanes of each, until the 8 rows are side by
-        side, then the blocks of 8 are combined. About 4 instructions a row, where reducing row by
-        row takes 9.
-        """
-
-        def combine(x, y):
-            return b.add(x, y) if operation == "add" else self.generic(b, operation, x, y)
-
-        lanes = rows[0].type.count
-        unit = min(8, lanes)
-        part = unit // 2
-        while part:
-            low = [j for j in range(lanes) if j % (2 * part) < part]
-            high = [j + part for j in low]
-            low, high = (
-                _by_block(side + [lanes + j for j in side], lanes, unit) for side in (low, high)
-            )
-            rows = [
-                combine(shuffle(b, x, y, low), shuffle(b, x, y, high))
-                for x, y in zip(rows[::2], rows[1::2], strict=True)
-            ]
-            part //= 2
-        while lanes > unit:
-            lanes //= 2
-            rows = [
-                combine(*(shuffle(b, x, x, list(range(n, n + lanes))) for n in (0, lanes)))
-                for x in rows
-            ]
-        return rows[0] if len(rows) == 1 else shuffle(b, rows[0], rows[1], list(range(8)))
+        if operation == "add":
+            return fold_tree(b, rows, b.add)
+        return fold_tree(b, rows, functools.partial(self.generic, b, operation))
 
     def score_dot(self, b: ir.IRBuilder, acc, q, k):
         if self.group == 2:
@@ -104,12 +77,6 @@ class X86(Isa):
             y,
         )
 
-    def to_int16_in_order(self, b: ir.IRBuilder, x, y):
-        w = self.interleave
-        found = self.to_int16(b, x, y)
-        order = [lane // w * 2 * w + lane % w for lane in range(self.lanes)]
-        return shuffle(b, found, found, order + [lane + w for lane in order])
-
     def in_order(self, b: ir.IRBuilder, x, y):
         lanes = self.lanes
         w = self.interleave
@@ -138,18 +105,6 @@ class X86(Isa):
         return b.select(small, b.lshr(x, b.select(small, n, zero)), zero)
 
 
-def _by_block(chosen: list[int], lanes: int, unit: int) -> list[int]:
-    """Chosen lanes of two vectors, first all of one, then all of the other, as halves of every
-    block of `unit` lanes.
-    """
-    half = unit // 2
-    return [
-        n
-        for k in range(0, lanes // 2, half)
-        for n in chosen[k : k + half] + chosen[lanes // 2 + k : lanes // 2 + k + half]
-    ]
-
-
 @dataclass(frozen=True)
 class Amx(X86):
     """The vectors of AVX-512 with AMX's matrix tiles.
@@ -158,12 +113,8 @@ class Amx(X86):
     """
 
     tiled = True
-    value_order: ClassVar[tuple[int, ...]] = (
-        0,
-        32,
-        1,
-        33,
-    )  # keys of a group, from its first one on: see `high_bytes`
+    # keys of a group, from its first one on: see `high_bytes`
+    value_order: ClassVar[tuple[int, ...]] = (0, 32, 1, 33)
 
     def high_bytes(self, b: ir.IRBuilder, x, y):
         """The high bytes of x and y in turn, not side by side: a shift and a blend.

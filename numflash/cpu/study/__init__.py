@@ -1,4 +1,4 @@
 """Kernels of the course, one step at a time: what it costs to leave out each idea.
 
-May import everything but `commands`.
+May import: everything; of `commands` only the tables, for a program that prints one.
 """

@@ -26,10 +26,10 @@ import numpy as np
 from numba import prange
 
 from ...jit.compiler import inline, kernel
+from ...numerics.fixedpoint import LOG2E
 
 F = np.float32
 BLOCK = 32  # queries and keys of a tile: p and ds together are 8 KiB
-LOG2E = 1 / np.log(2.0)
 
 
 class Given(NamedTuple):

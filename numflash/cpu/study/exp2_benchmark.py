@@ -29,13 +29,14 @@ BROADCASTS = ("register", "memory")
 CHAIN = 1 << 20
 SECONDS = 0.01  # of each timed run: some run is not interrupted,
 SWEEPS = 3  # and what disturbs one sweep over the table has gone by the next
+# largest relative error of a weight; float32 rounds S * scale, too
 WORST = {
     "accurate": 4e-6,
     "fast": 2.8e-3,
     "ultra": 0.5001,
     "fexpa": 5.6e-3,
     "fexpa-quadratic": 4e-6,
-}  # largest relative error of a weight; float32 rounds S * scale, too
+}
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,8 @@ def prepare(
     """
     run, scratch = _repeated(name, exp2, broadcast), aligned(np.zeros(LANES, F))
     p, o = compute(name, exp2, broadcast, s, scale, top, v)
-    times = max(
-        1, int(2e9 * SECONDS / (o.size * s.shape[1]))
-    )  # every kernel makes more than 2 G sums a second
+    # every kernel makes more than 2 G sums a second
+    times = max(1, int(2e9 * SECONDS / (o.size * s.shape[1])))
     return lambda: run(times, s, scale, top, v, p, scratch, o), times
 
 

@@ -40,13 +40,8 @@ from .fused import HALF_WIDTH, make_fused
 
 F, I = np.float32, np.int32
 EPSILON = F(1e-5)
-ISAS = (
-    "avx512_vnni",
-    "avx_vnni",
-    "avx2",
-    "sve",
-    "neon_dot",
-)  # register tiles of 6 rows: the summary's shape
+# register tiles of 6 rows: the summary's shape
+ISAS = ("avx512_vnni", "avx_vnni", "avx2", "sve", "neon_dot")
 
 
 @dataclass(frozen=True)
@@ -145,8 +140,7 @@ def prepare(
     )
 
 
-# --- LayerNorm and the quantiser that feeds Q, K and V
-# -------------------------------------------------------------------------
+# ---- LayerNorm and the quantiser that feeds Q, K and V
 
 
 @kernel(float_math=True)
@@ -191,9 +185,8 @@ def layer_norm_quantize(x, gamma, beta, data, scale):
             normalise(x[i], gamma, beta, y)
             bits, top, out = y.view(np.int32), I(0), data[i]
             for e in range(y.size):
-                top = max(
-                    top, I(bits[e] & MAGNITUDE)
-                )  # ordered like the floats, and a maximum that vectorises
+                # ordered like the floats, and a maximum that vectorises
+                top = max(top, I(bits[e] & MAGNITUDE))
             largest[0] = top
             peak = largest.view(np.float32)[0]
             usable = peak > NO_SCALE
@@ -203,8 +196,7 @@ def layer_norm_quantize(x, gamma, beta, data, scale):
                 out[e] = np.int8(I(F(F(F(y[e] * factor) + ROUND) - ROUND)))
 
 
-# --- why 16 bits may not pay
-# ------------------------------------------------------------------------------------------------------
+# ---- why 16 bits may not pay
 
 
 def tile_rates(repeats: int = 5) -> dict[str, float]:
@@ -261,8 +253,7 @@ def _tile_loop(name: str) -> Callable[..., None]:
     return run
 
 
-# --- the table
-# -----------------------------------------------------------------------------------------------------------------
+# ---- the table
 
 # the summary's own figures: how many times as fast, at least and at most
 PREDICTED = {

@@ -33,7 +33,7 @@ def add_scaled(out, p, value):
 
 @inline
 def add_rows(out, weights, rows):
-    """out += weights @ rows, four rows a turn.
+    """out += weights @ rows, four rows an iteration.
 
     `out` is loaded and stored once for four multiply-adds.
     """

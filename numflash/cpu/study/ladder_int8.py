@@ -213,9 +213,8 @@ def make_tile(isa_name: str, causal: bool):
     @inline
     def tile(q, cq, keys, n_keys, v, row, room, o, l):
         x, p, octave, octave_q8, total, sums, m, scale = room
-        stop = (
-            min(n_keys, row + block_q) if causal else n_keys
-        )  # causal: key blocks above the diagonal do not exist
+        # causal: key blocks above the diagonal do not exist
+        stop = min(n_keys, row + block_q) if causal else n_keys
         o[:], l[:], m[:] = F(0), F(0), I(UNSEEN)
         for c in range(0, stop, KEY_BLOCK):
             scores(q, cq, row, keys, c, x)

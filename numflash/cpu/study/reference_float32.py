@@ -32,9 +32,8 @@ def attend_rows(q, k, v, scale, causal, workers, out):
     scores = np.empty((workers, s_len), np.float32)  # an exception inside prange would be lost
     for worker in prange(workers):
         s = scores[worker]
-        for task in range(
-            np.intp(worker), n_heads * length, workers
-        ):  # rows in turn: causal work balances
+        # rows in turn: causal work balances
+        for task in range(np.intp(worker), n_heads * length, workers):
             n, i = task // length, task % length
             keys, values = k[n // share], v[n // share]
             row, o = q[n, i], out[n, i]

@@ -21,9 +21,9 @@ import numpy as np
 from numba import prange
 
 from ...jit.compiler import inline, kernel
+from ...numerics.fixedpoint import LOG2E
 
 F = np.float32
-LOG2E = 1 / np.log(2.0)
 BLOCK = 128  # keys whose scores are kept at a time
 HIGHEST = F(64)  # octaves above phi: 2**64, and sums of 2**60 of them, fit float32
 LEAST = F(2.0**-60)  # a row sum below this: every score is some 60 octaves below phi

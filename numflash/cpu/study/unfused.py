@@ -39,18 +39,14 @@ from ..isa.operands import Packed, Rows, flat
 from ..isa.vectors import I32, data, load, prefetch_once, store
 
 F, I, U = np.float32, np.int32, np.uint32
-ISAS = {
-    name: isa for name, isa in VECTOR_ISAS.items() if 6 in isa.rows
-}  # dot products of vectors, not of matrices
+# dot products of vectors, not of matrices
+ISAS = {name: isa for name, isa in VECTOR_ISAS.items() if 6 in isa.rows}
 TILING = TILINGS["a64fx-unfused-48x128"]
 BLOCK_Q, KEYS, MR = TILING.block_q, TILING.key_block, TILING.mr
 ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even, |x| < 2**22
 UNSEEN = I(-(1 << 31))
 LINE = 64  # elements of K between two prefetches: a line of int8, of the shortest lines
 SUMMED = 16384  # weights of 1.0 (65536) whose sum fits int32
-NOTE_SCALE = (
-    33 / 256
-)  # (23 * 369) >> 8, for head_dim 128: log2(e) / sqrt(128) in Q8.8, 1.09 % too large
 
 
 class Operands(NamedTuple):
@@ -295,9 +291,8 @@ def make_row_exponentials(name: str):
         t_top, total = I((F(top) * scale + ROUND) - ROUND), np.int64(0)
         for j in range(s.size):
             t = I((F(s[j]) * scale + ROUND) - ROUND)
-            e[j] = I(
-                exp2(U(np.minimum(np.subtract(t_top, t), I(65535))))
-            )  # np.minimum: min widens to int64
+            # np.minimum: min widens to int64
+            e[j] = I(exp2(U(np.minimum(np.subtract(t_top, t), I(65535)))))
         for c in range(0, s.size, SUMMED):  # 32 bits overflow at 32768 equal keys
             some, part = e[c : c + SUMMED], I(0)
             for j in range(some.size):

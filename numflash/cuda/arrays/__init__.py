@@ -1,6 +1,6 @@
 """Calls with arrays that are on a card (PyTorch, CuPy, Numba): nothing is copied to the host.
 
-May import the launchers, kernels and `device`.
+May import the launchers and what these may import.
 """
 
 from .calls import attention, attention_backward

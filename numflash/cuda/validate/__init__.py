@@ -2,5 +2,5 @@
 
 A card against the emulator's results, then its times beside its peers.
 
-May import: everything of `cuda`, the oracle, and the KV cache.
+May import: everything of `cuda` and what it may import, the oracle, and the KV cache.
 """

@@ -1,0 +1,79 @@
+"""Scratch memory of calls, which a thread keeps from one call to the next."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import numpy as np
+
+from . import guard
+from .memory import LINE, empty
+
+LARGEST_KEPT = 31 << 20
+KEPT = 16 << 20  # bytes of scratch memory that a thread keeps between calls, at most
+
+
+@functools.cache
+def keep(bits: int) -> None:
+    """Let the C library keep 2**bits bytes that a call frees, for the next one.
+
+    glibc gives the top of its heap back to the system once more is free than twice the largest
+    block ever freed, and takes blocks larger than that straight from the system: the pages of
+    several large arrays are zeroed again at each call, 0.5 ms per MB on a virtual machine. Freeing
+    one block as large as all of them, which touches no memory, moves both limits (mallopt(3),
+    M_MMAP_THRESHOLD; the most they move to is 32 MB).
+    """
+    np.empty(min(1 << bits, LARGEST_KEPT), np.uint8)
+
+
+class Layout:
+    """Places of arrays in one block of memory, each from a cache line on."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.sizes: dict[str, int] = {}
+
+    def add(self, name: str, nbytes: int) -> int:
+        """Where an array of so many bytes starts."""
+        at, self.sizes[name] = self.nbytes, nbytes
+        self.nbytes += -(-nbytes // LINE) * LINE
+        return at
+
+    def guarded(self) -> list[np.ndarray]:
+        """For `guard`: a buffer of its own for each array."""
+        return [
+            guard.array(name, (nbytes,), np.uint8, nbytes, fill=True)
+            for name, nbytes in self.sizes.items()
+        ]
+
+
+class Room:
+    """A block of scratch memory and its address."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = empty((nbytes,), np.uint8, "scratch memory")
+        self.nbytes, self.address = nbytes, self.array.ctypes.data
+
+
+class Scratch(threading.local):
+    """Scratch memory of each thread that calls kernels.
+
+    One block, which grows to what calls need, and stays if at most `KEPT`.
+    """
+
+    room: Room | None = None
+
+    def take(self, nbytes: int) -> Room:
+        """Memory that nobody else has until it is given back; what it holds is arbitrary."""
+        # a call from a signal handler or a finaliser gets its own
+        room, self.room = self.room, None
+        return room if room is not None and room.nbytes >= nbytes else Room(nbytes)
+
+    def give(self, room: Room) -> None:
+        """Keep the block for the next call."""
+        if room.nbytes <= KEPT and not guard.ON:
+            self.room = room
+
+
+scratch = Scratch()
