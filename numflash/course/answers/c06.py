@@ -41,6 +41,11 @@ def _tile(kernel: Any) -> str:
             part = exact[i, 16 * n : 16 * n + 16]
             if not np.array_equal(np.asarray(came[i][n]), part):
                 return f"sum [{i}][{n}] is wrong: got {show(np.asarray(came[i][n]))}"
+    if machine.loads < 256:
+        return (
+            f"the numbers are right, but only {machine.loads} of 256 operands came by `m.load` and "
+            "`m.broadcast`; a dot reads registers, so no slice of q or k is an operand"
+        )
     if machine.loads > 256:
         return (
             f"the numbers are right, but it loads {machine.loads} times for 256 dots; "
