@@ -151,6 +151,20 @@ def test_the_line_of_an_exception_is_that_of_the_answer(posed, capsys):
         )
 
 
+def test_a_right_function_of_the_reader_is_the_one_that_runs(posed, capsys):
+    posed(model=abs, cases=((-2,),))
+
+    def right(x):
+        return max(x, -x)
+
+    for answer, runs in ((right, right), (lambda x: x, abs), (lambda x: ..., abs)):
+        check("99.1", answer)
+        assert exercises.yours_or("99.1", answer) is runs
+        assert ("your function" in capsys.readouterr().out) == (runs is right)
+    check("99.1", right)
+    assert exercises.yours_or("99.1", lambda x: x) is abs  # another one than was judged
+
+
 def test_judges(posed, capsys):
     posed(judge=lambda got, limit: "" if got < limit else "too much")
     check("99.1", 1, 2)

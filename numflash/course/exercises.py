@@ -143,6 +143,14 @@ def answer_of(number: str, *given: Any) -> Any:
     return exercise.model or _expected(exercise, given)
 
 
+def yours_or(number: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The reader's function if `check` has just found it right, else what `answer_of` gives."""
+    last = next((x for x in reversed(answers) if x.number == number), None)
+    yours = last is not None and last.verdict == "right" and last.got is function
+    print(f"{number}: here runs {'your function' if yours else 'a function of the course'}")
+    return function if yours else answer_of(number)
+
+
 def _expected(exercise: Exercise, given: tuple[Any, ...]) -> Any:
     return exercise.expected(*given) if callable(exercise.expected) else exercise.expected
 
