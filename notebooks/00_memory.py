@@ -12,7 +12,7 @@
 # >
 # > **Where you are:** CPU path, stop 1 of 7: **00** → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 30 minutes to read, 10 for the exercises. **Before it:** NumPy.
+# > **Time:** 35 minutes to read, 10 for the exercises. **Before it:** NumPy.
 # >
 # > **Terms:** [head](../docs/glossary.md#head), [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [kernel](../docs/glossary.md#kernel), [cache line](../docs/glossary.md#cache-line), [tile](../docs/glossary.md#tile), [rung](../docs/glossary.md#rung), [peak](../docs/glossary.md#peak).
 # >

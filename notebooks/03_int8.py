@@ -16,7 +16,7 @@
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb).
+# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
 # > **Terms:** [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
 # >

@@ -66,7 +66,7 @@ print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", p
 # %%
 shipped = TILINGS[f"{isa}-int8"]
 group = VECTOR_ISAS[isa].group                             # numbers that a lane multiplies at once
-print(f"{isa}: a lane takes {group} numbers of {4 // group} bytes, a vector has {running_lanes(isa)} lanes, a core {registers} registers; "
+print(f"{isa}: a lane takes {group} numbers of {32 // group} bits, a vector has {running_lanes(isa)} lanes, a core {registers} registers; "
       f"shipped tile {shipped.mr} x {shipped.nv}, {shipped.block_q} rows")
 
 # %% [markdown]

@@ -13,7 +13,7 @@
 # >
 # > **Where you are:** GPU path, stop 1 of 6: **13** → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → [16](16_flash_attention_2.ipynb) → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
 # >
-# > **Time:** 25 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
+# > **Time:** 30 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
 # > **Terms:** [ptx](../docs/glossary.md#ptx), [emulator](../docs/glossary.md#emulator), [block](../docs/glossary.md#block), [warp](../docs/glossary.md#warp), [sector](../docs/glossary.md#sector), [coalesced](../docs/glossary.md#coalesced), [shared memory](../docs/glossary.md#shared-memory), [barrier](../docs/glossary.md#barrier), [race](../docs/glossary.md#race).
 # >

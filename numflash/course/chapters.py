@@ -41,7 +41,7 @@ _ATTENTION = ("Attention is all you need", "https://arxiv.org/abs/1706.03762")
 CHAPTERS = {
     "00": Chapter(
         "00_memory",
-        (30, 10),
+        (35, 10),
         "The same arithmetic in another order moves several times fewer bytes.",
         (),
         ("head", "score", "softmax", "kernel", "cache-line", "tile", "rung", "peak"),
@@ -65,7 +65,7 @@ CHAPTERS = {
     ),
     "03": Chapter(
         "03_int8",
-        (25, 15),
+        (30, 15),
         "An 8-bit number costs half a step of error, and the largest entry sets the step.",
         ("00",),
         ("quantisation", "scale", "smoothing", "attention-sink"),
@@ -172,7 +172,7 @@ CHAPTERS = {
     ),
     "13": Chapter(
         "13_threads_warps_memory",
-        (25, 30),
+        (30, 30),
         "32 threads move together, and memory is near (shared) or far (global).",
         ("00",),
         (
