@@ -48,9 +48,9 @@ def _of_group(
     for at, p in sorted(set(zip(address.tolist(), parity.tolist(), strict=True))):
         bar = m.copies.barriers[block, at]
         counts = {"arrivals": bar.missing, "bytes": bar.expected}
-        missing = ", ".join(f"{name} missing: {n}" for name, n in counts.items() if n)
+        lacks = ", ".join(f"{name} missing: {n}" for name, n in counts.items() if n)
         yield (
-            f" at {_line(i)} for parity {p} of the mbarrier at shared byte {at - 1024} ({missing})",
+            f" at {_line(i)} for parity {p} of the mbarrier at shared byte {at - 1024} ({lacks})",
             lanes[(address == at) & (parity == p)],
         )
 
