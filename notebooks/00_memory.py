@@ -12,9 +12,9 @@
 # >
 # > **Where you are:** CPU path, stop 1 of 7: **00** → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 30 minutes to read, 10 for the exercises. **Before it:** NumPy.
+# > **Time:** 35 minutes to read, 10 for the exercises. **Before it:** NumPy.
 # >
-# > **Terms:** [head](../docs/glossary.md#head), [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [cache line](../docs/glossary.md#cache-line), [tile](../docs/glossary.md#tile), [rung](../docs/glossary.md#rung).
+# > **Terms:** [head](../docs/glossary.md#head), [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [kernel](../docs/glossary.md#kernel), [cache line](../docs/glossary.md#cache-line), [tile](../docs/glossary.md#tile), [rung](../docs/glossary.md#rung), [peak](../docs/glossary.md#peak).
 # >
 # > **Papers:** [Attention is all you need](https://arxiv.org/abs/1706.03762), [FlashAttention](https://arxiv.org/abs/2205.14135).
 
@@ -80,7 +80,7 @@ assert np.abs(attention(query, key, value) - exact).max() < 1e-6
 # **Exercise 1.** How many MiB (2**20 bytes) does the float32 score matrix of one head take at L = S = 4096?
 #
 # (Replace the `...` by your answer and run the cell. `check` says whether the answer is right, and gives a first hint if it is not.
-# `hint("00.1")` in a cell of your own gives the next one, `solution("00.1")` prints one way to do it.)
+# `hint("00.1")` in a cell of your own shows it again with the next one, `solution("00.1")` prints one way to do it.)
 
 # %% tags=["exercise"]
 mebibytes = ...
@@ -156,7 +156,9 @@ print(inspect.getsource(ladder_float.softmax_row))
 # * After the last key, divide each output row by its sum of weights.
 #
 # There is no L x S matrix any more: `s` has the size of one tile and is used again for every tile. A block of K and V is used by all rows
-# of the tile while it is in the cache. This is FlashAttention (Dao et al., 2022).
+# of the tile while it is in the cache. This is what FlashAttention does (Dao et al., 2022). The order here, queries outside and keys
+# inside, with one division at the end, is that of FlashAttention-2 (Dao, 2023). The paper of 2022 has the keys outside, and rescales O in
+# every block.
 
 # %%
 online = trace(ladder_float.online, query, key, value, scale, out, cache=4096)
@@ -234,7 +236,7 @@ table(["one head", "arithmetic, ms", "scores to memory, ms", "Q, K, V, O once, m
 # On the H100 the trips of the scores take many times as long as the arithmetic: a naive kernel leaves the chip idle most of the time, and
 # that is why FlashAttention was invented. On this one core the two are of the same order: arithmetic is slow enough that memory nearly
 # keeps up, and large caches catch part of the traffic. (A processor has caches of several sizes, one behind the other; the 1 MiB of
-# scores at L = 512 never leave the second of them here.) So on a
+# scores at L = 512 stays in the second or the third of them.) So on a
 # CPU core tiling alone brings little; chapter 02 measures it. What it brings is the freedom to make the arithmetic itself fast (chapters
 # 05 to 07): then memory would be the limit again.
 #
@@ -246,8 +248,9 @@ answer = ...
 check("00.3", answer, rows)
 
 # %% [markdown]
-# This is the main idea of FlashAttention: the same sums, in an order that keeps in the cache what is needed next. Next, chapter 01: why the
-# running maximum works, written by you.
+# This is the main idea of FlashAttention: the same sums, in an order that keeps in the cache what is needed next.
+#
+# The next cell checks the claims of this page. You can skip it.
 
 # %%
 for name in ("naive", "online", "tiled"):                  # the same kernels, compiled
@@ -255,3 +258,12 @@ for name in ("naive", "online", "tiled"):                  # the same kernels, c
 assert naive.moved > online.moved > 3 * tiled.moved > 3 * once
 assert naive.arrays["k"].misses == length * tiled.arrays["k"].misses // (length // block)
 assert answer_of("00.2")(length, d, block) == (tiled.arrays["k"].misses + tiled.arrays["v"].misses) * tiled.line
+
+# %% [markdown]
+# **What you can do now**
+#
+# * say what Q, K, S, P, V and O are, and what a size costs: 4 L S D operations, L x S scores,
+# * read the tiled loop: queries outside, keys inside, and a block of keys serves all rows of a tile,
+# * say where tiling must help (a GPU, whose arithmetic is fast) and where it may not (one CPU core).
+#
+# **Next:** [01](01_online_softmax.ipynb). Softmax needs no second pass: keep a maximum and a sum, and shrink them when the maximum grows.

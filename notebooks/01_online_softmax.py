@@ -27,7 +27,7 @@ machine()
 import numpy as np
 
 import numflash
-from numflash.course import answer_of, check, drawings, figure, table
+from numflash.course import check, drawings, figure, table, yours_or
 from numflash.cpu.study import ladder
 
 # %% [markdown]
@@ -91,8 +91,8 @@ check("01.1", step)
 # A state belongs to a set of keys, in whichever order they came. Two states of different keys merge by the same rule: bring both to the larger
 # m, then add. This is behind split-KV decoding (chapter 10) and ring attention (chapter 21).
 #
-# **Exercise 2.** Write `merge` of two states (m, l, o). (The cell after it uses the functions of both exercises. It gets them by
-# `answer_of("01.1")`, which is a right answer to the exercise, so that you can read on with an exercise still open.)
+# **Exercise 2.** Write `merge` of two states (m, l, o). (The cell after it uses your functions of both exercises if `check` has found
+# them right. While an exercise is open, `yours_or` takes a right function of the course, so that you can read on.)
 
 # %% tags=["exercise"]
 def merge(a, b):
@@ -104,7 +104,7 @@ check("01.2", merge)
 # %%
 rng = np.random.default_rng(0)
 t, values = rng.normal(0, 3, 12), rng.normal(size=(12, 2))
-begin, take, together = (-np.inf, 0.0, np.zeros(2)), answer_of("01.1"), answer_of("01.2")
+begin, take, together = (-np.inf, 0.0, np.zeros(2)), yours_or("01.1", step), yours_or("01.2", merge)
 whole = take(begin, t, values)
 parts = [take(begin, t[i:i + 4], values[i:i + 4]) for i in (0, 4, 8)]
 for order in ((0, 1, 2), (2, 0, 1)):
@@ -128,7 +128,7 @@ print("three parts of four keys, merged in two orders: the state of all twelve")
 #
 # **Exercise 3.** Write it. `scale` already contains log2(e) / sqrt(D), so weights are powers of two. The last tile of rows and the last
 # block of keys may be smaller than the others: slices do that by themselves. The check tries several sizes, very large scores (a kernel
-# that does not subtract the maximum overflows), and looks at the largest array that you multiply: it must be a tile.
+# that does not subtract the maximum overflows), and measures how much memory your function uses at a time: tiles, not all scores.
 
 # %% tags=["exercise"]
 def tiled_attention(q, k, v, scale, block_q, block_k):
@@ -139,7 +139,8 @@ def tiled_attention(q, k, v, scale, block_q, block_k):
 check("01.3", tiled_attention)
 
 # %% [markdown]
-# That was FlashAttention. What a fast kernel adds is *how* each of the five steps is computed: registers instead of arrays (chapter 06),
+# That was FlashAttention, in the order of its second version: queries outside, keys inside, one division at the end. (In the first version
+# the keys are outside, and O is rescaled in every block.) What a fast kernel adds is *how* each of the five steps is computed: registers instead of arrays (chapter 06),
 # and all steps of a tile in one loop over compiled code (chapter 07). The order stays the one that you wrote.
 #
 # **Exercise 4.** o is divided by l once, after the last block. One could also divide it after every block, and multiply back before the
@@ -197,7 +198,19 @@ found = {"two passes (NumPy)": p @ v / p.sum(1, keepdims=True), "one pass, key b
 error = {name: float(np.abs(x - exact).sum() / np.abs(exact).sum()) for name, x in found.items()}
 table(["float32 kernel", "relative L1 error"], list(error.items()))
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert max(error.values()) < 2e-6
 assert np.allclose(state[2] / state[1], exact[7], atol=1e-5)
 assert stairs[2][1] > stairs[1][1] + 6 and weights[300:310].sum() > 0.5 * weights.sum()
+
+# %% [markdown]
+# **What you can do now**
+#
+# * compute softmax in one pass: a maximum m and a sum l, which shrinks when m grows,
+# * merge two states (m, l, O) of different keys in any order,
+# * write tiled attention, and say why it needs no matrix of scores.
+#
+# **Next:** [02](02_tiling.ipynb). Add up what the inner loop touches: the largest tile that fits the cache moves the fewest bytes.

@@ -5,7 +5,7 @@
 # roofline of your machine with measured peaks and put kernels on it.
 
 # %% [markdown] tags=["map"]
-# > **The idea:** Add up what the inner loop touches: the largest tile that fits the cache is the best one.
+# > **The idea:** Add up what the inner loop touches: the largest tile that fits the cache moves the fewest bytes.
 # >
 # > **Where you are:** CPU path, stop 3 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → **02** → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
@@ -68,7 +68,7 @@ mine = TILINGS[f"{isa}-int8"]
 print(mine.explain(128))
 
 # %% [markdown]
-# Where that is more than the first level, K and V stream from the second: each of their bytes is used by 48 rows when it comes. A
+# Where that is more than the first level, K and V stream from the second: each of their bytes is used by all rows of the tile when it comes. A
 # working set tells which cache to look at, not how fast a kernel is; chapter 07 measures that.
 #
 # ## What a cache does with it
@@ -103,7 +103,7 @@ table(["tile", "working set", *(f"cache {n} B" for n in sizes)],
 
 # %% [markdown]
 # A tile of one row and one key has the smallest working set and the most traffic; a larger tile moves less *as soon as it
-# fits*. The best tile is the largest that fits: fewest visits of K and V.
+# fits*. The largest tile that fits moves the fewest bytes: it visits K and V least often. Whether it is also the fastest, you measure (below).
 #
 # **Exercise 2.** Write the largest `block_q`, a multiple of 6, whose working set (as `working_set` above counts it) with `block_k` keys
 # fits in a cache of `cache` bytes. (Why 6? The kernels compute 6 rows at a time in registers: chapter 06.)
@@ -142,7 +142,7 @@ for block_q, block_k in ((6, 8), (24, 32), (48, 64), (192, 256), (960, 1024)):
 table(["tile", "working set", "of the first-level cache", "ms", "GFLOP/s"], rows)
 
 # %% [markdown]
-# The times do not follow the traffic. K and V take 1 MiB together at this size; where the second-level cache holds them, no tile reads
+# The times do not follow the traffic: at these speeds the caches keep up, so fewer bytes alone bring no time. K and V take 1 MiB together at this size; where a cache of the second or third level holds them, no tile reads
 # them from memory, and what is left are other differences, for example how often the inner loops start. And all rows are far
 # from the peak, for a reason that the roofline narrows down.
 #
@@ -164,13 +164,13 @@ ridge = ...
 check("02.3", ridge, peak)
 
 # %% [markdown]
-# Now the rungs of the ladder under this roof. `packed` is `tiled` with K stored in another order, so that one instruction works on 16
-# keys at once (chapter 06). `fused` is the integer kernel that chapters 06 and 07 build; it is drawn here to show how far there is to go.
+# Now the rungs of the ladder under this roof. `packed` is `tiled` with K stored in another order, so that one instruction works on a
+# vector of keys at once (chapter 06). `fused` is the integer kernel that chapters 06 and 07 build; it is drawn here to show how far there is to go.
 # (Its error is larger because it rounds all numbers to bytes; chapter 03 says what that costs.)
 #
 # Bytes from memory, by chapter 00: naive moves its L x L scores five times (4 bytes each); `online` reads K and V once per
 # row, `tiled` and `packed` once per 48 rows, if they do not fit a cache at all; the integer kernel the same with a byte per
-# number. (In truth K and V of this size live in the second-level cache. The intensities are what they would be if nothing but
+# number. (In truth the second or third cache holds K and V of this size. The intensities are what they would be if nothing but
 # one tile were cached.)
 
 # %%
@@ -203,10 +203,13 @@ _ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory",
 # %% [markdown]
 # ## What the picture says, and what it does not
 #
-# `online` is above the slanted roof or close to it: K and V come from a cache, not from memory. From `tiled` on, memory is not the
+# `naive` may be as fast as `tiled`: the caches keep up with the bytes of both. `online` is above the slanted roof or close to it: K and V
+# come from a cache, not from memory. From `tiled` on, memory is not the
 # limit: the points are to the right of where the roofs meet, and still far below the flat one. The roofline says that something
 # *else* limits them, but not what. It is inside the core: every multiply-add of these loops loads an operand and the sum that
 # it adds to. That is the subject of chapters 05 and 06; the point of the fused integer kernel shows what they gain.
+#
+# The next cell checks the claims of this page. You can skip it.
 
 # %%
 assert sum(example.working_set(128).values()) == 58.75 * 1024
@@ -214,3 +217,12 @@ assert swept[24, 16][-1] < swept[8, 8][-1] < swept[1, 1][-1]                # la
 assert swept[24, 16][0] > swept[8, 8][0]                                    # small cache: it does not fit, and moves more
 assert all(error < 1e-4 for name, (_, error) in climbed.items() if name != "fused")
 assert intensity["tiled"] > 40 * intensity["online"]
+
+# %% [markdown]
+# **What you can do now**
+#
+# * add up a working set, the scores and the state included,
+# * choose the largest tile that fits a cache, and say what that does to the bytes,
+# * read a roofline: which limit a kernel meets, and that it does not say why a kernel is below it.
+#
+# **Next:** [06](06_register_tile.ipynb). Keep many sums in registers, so that each load serves several products.

@@ -16,7 +16,7 @@
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb).
+# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
 # > **Terms:** [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
 # >
@@ -149,7 +149,8 @@ def shift_of_scores(q, m):
 check("03.3", shift_of_scores)
 
 # %% [markdown]
-# Softmax divides by the sum, so what all keys have in common cancels; only the log-sum-exp must get it back. In float64:
+# Softmax divides by the sum, so what all keys have in common cancels. (A kernel that also returns the log of the sum of weights must add this number
+# back; chapter 11 uses it.) In float64:
 
 # %%
 moved = key - key.mean(2, keepdims=True)
@@ -325,8 +326,20 @@ image_axis.set_ylabel("channel")
 bars(error_axis, {name: 100 * e for name, e in error.items() if "floor" not in name}, "relative L1 error, %",
      ("floor: Q, K, V rounded", 100 * floor), digits=2)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert found["weights in 8 bits"].relative_l1 < 0.017 and found["weights in 8 bits"].cosine > 0.9998      # what the tests allow for these activations
 assert error["kernel, pv fp32"] < error["weights in 8 bits"] and error["as shipped: first keys apart"] < error["weights in 8 bits"]
 print(f"ceiling: relative L1 of {100 * floor:.2f} %, with Q, K and V rounded to 8 bits and all else exact; "
       f"the shipped int8 kernel is at {100 * error['as shipped: first keys apart']:.2f} %")
+
+# %% [markdown]
+# **What you can do now**
+#
+# * quantise a row, and say what half a step of error costs,
+# * take the mean of the keys away, and say why softmax does not notice,
+# * name what makes a tensor hard to quantise: one large channel, or the keys that all rows attend to.
+#
+# **Next:** [04](04_fixed_point.ipynb). 2**x is a shift and a small polynomial, so softmax can run in integers.

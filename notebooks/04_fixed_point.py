@@ -332,14 +332,28 @@ error_axis.set_yscale("log")
 error_axis.set_ylim(1e-6, 1)
 error_axis.set_title("relative error")
 curve.set_title("two octaves of 2**x (black)")
+curve.set_ylabel("2**x")
+error_axis.set_ylabel("relative error (1 = 100 %)")
 for axis in (curve, error_axis):
     axis.set_xlabel("x")
 fig.legend(*error_axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 shown = {name: 100 * error for name, error in cost.items()} | {"exact exp2, scale 33": 100 * with_33}
 bars(cost_axis, dict(sorted(shown.items(), key=lambda item: item[1])), "relative L1 of attention, %", digits=2)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert np.abs(errors["quadratic"]).max() < 0.0028 and np.abs(errors["cubic"]).max() < 0.00014
 assert cost["quadratic"] < 3 * cost["exact exp2 of Q8.8"] + 1e-3
 print(f"ceiling: {100 * half_step:.3f} %, what rounding the score to Q8.8 costs a weight at worst; "
       f"quadratic {100 * np.abs(errors['quadratic']).max():.2f} %, cubic {100 * np.abs(errors['cubic']).max():.3f} %")
+
+# %% [markdown]
+# **What you can do now**
+#
+# * make 2**x of a shift and a small polynomial, in integers,
+# * say what a number format costs: half a step, and saturation at its end,
+# * follow the integer softmax block by block, with maxima in whole octaves.
+#
+# **Next:** [05](05_llvm.ipynb). A compiler vectorises a loop as it is written; it does not build a register tile.

@@ -96,7 +96,7 @@ assert any(name.startswith("fmla") for name in scalable)
 # %% [markdown]
 # ## An int8 dot product, three times
 #
-# Numba computes with 64-bit integers unless told otherwise, so the natural loop widens each byte to eight. Forcing the sum to
+# Numba computes with 64-bit integers unless told otherwise, so the natural loop turns each byte into a number of 8 bytes. Forcing the sum to
 # int32 helps; NumPy's functions `add` and `multiply` keep *every* step in 32 bits, where the operators widen and narrow
 # again.
 
@@ -295,6 +295,8 @@ assert sums == 48 and loads == 20 and sum(scalable.values()) > 3 * sum(n for nam
 # The two pipes are busy with sums for 24 cycles a turn, and the loads need 10 of them: arithmetic is the limit, as it should be. The loop that
 # LLVM made of the plain dot product, far above, has 4 multiply-adds among 16 instructions and 8 loads for them: there the loads are the limit.
 # (No A64FX was at hand: these are counts of its machine code. `numflash estimate --cpu a64fx` models the cycles.)
+#
+# The next cell checks the claims of this page. You can skip it.
 
 # %%
 share = {name: max(n for kind, n in h.items() if "dot" in kind or "vpdp" in kind) / sum(h.values()) for name, h in shipped.items()}
@@ -303,3 +305,12 @@ assert min(share.values()) > 0.4 > multiplies / sum(loop.values())
 assert any("vpdpbusd zmm" in kind for kind in shipped["sapphirerapids"])
 assert any("dot z" in kind for kind in shipped["a64fx"])
 assert all(any("dot" in kind for kind in h) for h in arm.values())
+
+# %% [markdown]
+# **What you can do now**
+#
+# * see in a hot loop whether it multiplies vectors, and what else it does,
+# * say why a float sum is not vectorised unless the order may change,
+# * name what a compiler does not do by itself: keep many sums in registers.
+#
+# **Next:** [06](06_register_tile.ipynb). Keep many sums in registers, so that each load serves several products.

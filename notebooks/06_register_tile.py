@@ -11,7 +11,7 @@
 # >
 # > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [02](02_tiling.ipynb).
 # >
-# > **Terms:** [vector](../docs/glossary.md#vector), [lane](../docs/glossary.md#lane), [register tile](../docs/glossary.md#register-tile), [dot instruction](../docs/glossary.md#dot-instruction), [latency](../docs/glossary.md#latency).
+# > **Terms:** [register](../docs/glossary.md#register), [vector](../docs/glossary.md#vector), [lane](../docs/glossary.md#lane), [broadcast](../docs/glossary.md#broadcast), [packed](../docs/glossary.md#packed), [register tile](../docs/glossary.md#register-tile), [dot instruction](../docs/glossary.md#dot-instruction), [latency](../docs/glossary.md#latency), [spill](../docs/glossary.md#spill).
 # >
 # > **Papers:** [Anatomy of high-performance matrix multiplication](https://doi.org/10.1145/1356052.1356053).
 
@@ -23,7 +23,8 @@ machine()
 # %%
 import numpy as np
 
-from numflash.course import answer_of, bars, check, figure, roof, rounds, table
+from numflash.course import answer_of, bars, check, figure, roof, rounds, table, yours_or
+from numflash.course.answers.c06 import Machine
 from numflash.cpu.int8 import portable_products
 from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
 from numflash.cpu.study import ladder
@@ -31,6 +32,7 @@ from numflash.cpu.study.register_tile import make_product, make_tile, pack
 from numflash.jit import target
 from numflash.jit.compiler import kernel
 from numflash.machinecode import assembly, codegen
+from numflash.tiling import TILINGS
 
 isa = ladder.vector_isa()                                # AVX2 to AVX-512 VNNI, NEON dot products or SVE
 registers = 16 if isa in ("avx_vnni", "avx2") else 32
@@ -53,6 +55,21 @@ print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", p
 # * The **peak** is what the core reaches if it starts as many dot instructions as it can in every cycle, with nothing else to do. Large
 #   cores can start two a cycle.
 #
+# The text has the numbers of vectors of 512 bits (AVX-512 VNNI); the next cell prints those of this machine. A machine that has only AVX2
+# has no dot instruction for bytes: there a number takes 2 bytes, a lane adds 2 products, a vector has 8 lanes, there are 16 registers, and the
+# shipped tile is 6 x 2 with 24 rows.
+#
+# Chapters 03 and 04 are not on this path. What you need of them: a row of floats is divided by a *scale*, so that its largest number becomes
+# 127, and rounded to bytes; the scales multiply the integer scores afterwards. The weights 2**x are made in integers too, by a shift and a
+# small polynomial.
+
+# %%
+shipped = TILINGS[f"{isa}-int8"]
+group = VECTOR_ISAS[isa].group                             # numbers that a lane multiplies at once
+print(f"{isa}: a lane takes {group} numbers of {32 // group} bits, a vector has {running_lanes(isa)} lanes, a core {registers} registers; "
+      f"shipped tile {shipped.mr} x {shipped.nv}, {shipped.block_q} rows")
+
+# %% [markdown]
 # ## One product, three ways
 #
 # The problem: 480 rows of Q against 512 keys, 128 channels, bytes. Scores go into a block of 48 x 64, over and over, as in the
@@ -62,8 +79,8 @@ print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", p
 # that the compiler knows, so it need not test for the end. `4 x 4 block` keeps 16 sums in named variables: each row of Q and each
 # key that is loaded serves four products.
 #
-# All three are compiled to vector instructions (chapter 05 reads them), and all three reach a few per cent of the peak. Their lanes hold
-# 16 *channels* of one product, so at the end of every product the lanes of a register must be added up: for 128 channels that takes as
+# All three are compiled to vector instructions (chapter 05 reads them), and all three reach a small part of the peak. Their lanes hold
+# *channels* of one product, so at the end of every product the lanes of a register must be added up: for 128 channels that takes as
 # many instructions as the products themselves. And each product loads both of its operands.
 
 # %%
@@ -118,11 +135,11 @@ table(["loop", "GOP/s", "share of the INT8 peak"], [[n, x, f"{1e11 * x / peak.in
 # ## What is missing
 #
 # A dot product needs two loads for a multiplication, and ends in adding up the lanes of a register. A *register tile* turns
-# the problem: a vector holds 16 different *keys* (K is stored in this order beforehand, it is *packed*), one group of 4 channels of a
+# the problem: each lane of a vector holds a different *key* (K is stored in this order beforehand, it is *packed*), one group of channels of a
 # query row is broadcast against it, and the sums of `mr` rows times `nv` vectors stay in their registers until they are done. No lanes
 # are ever added up: each lane is the score of its own key.
 #
-# Per step of 4 channels, a tile loads `nv` vectors of K and `mr` broadcast words of Q, and does `mr * nv` dot instructions. Step through
+# Per step of one group (4 channels, or 2 with AVX2), a tile loads `nv` vectors of K and `mr` broadcast words of Q, and does `mr * nv` dot instructions. Step through
 # one: each K vector, once loaded, serves all rows, and each word of Q serves all vectors.
 
 # %% tags=["drawing"]
@@ -209,6 +226,12 @@ def tile(m, q, k):
 
 check("06.4", tile)
 
+# %%
+count, few = Machine(), np.ascontiguousarray(k[:32].T).astype(I)
+sums = yours_or("06.4", tile)(count, q[:2].astype(I), few)
+assert np.array_equal(np.reshape(sums, (2, 32)), q[:2].astype(I) @ few)
+print(f"{count.dots} dots and {count.loads} loads: {count.loads / count.dots:g} for each dot; a tile of 1 x 1 needs 2")
+
 # %% [markdown]
 # ## Did 8 x 4 spill?
 #
@@ -275,21 +298,32 @@ bars(ax, climb, "GOP/s", (f"measured INT8 peak ({isa})", peak.int8 / 1e9), digit
 # What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile whose sums, operands and broadcast word fit the registers. Where 4 x 4 is
 # as fast as 6 x 4 in this table, the table does not decide between them; chapter 24 compares the two in the whole kernel.
 # The bars of the last two rows are medians of five turns in which the places of K alternate, so that the place is the only
-# difference between them. What keeps the tile from the peak? With four times as many channels the loop is four times as long,
-# and the start and end of a tile (setting the sums to 0, storing them) weigh a quarter:
+# difference between them. What keeps the tile from the peak? One part is the start and the end of a tile: setting the sums to 0 and storing
+# them. With 32 channels instead of 128 the loop is a quarter as long, so they weigh four times as much:
 
 # %%
-long_q, long_k = np.tile(q, (1, 4)), np.tile(k, (1, 4))
-exact = 4 * exact
-work *= 4
-long_tile = measure(run, long_q.astype(first_operand), pack(isa, long_k, ship[1]))
-print(f"128 channels: {1e11 * placed[0] / peak.int8:.0f} % of the peak, 512 channels: {1e11 * long_tile / peak.int8:.0f} %")
+few_q, few_k = q[:, :32].copy(), k[:, :32].copy()
+exact = few_q[432:].astype(np.int64) @ few_k[448:].T.astype(np.int64)
+work //= 4
+short_tile = measure(run, few_q.astype(first_operand), pack(isa, few_k, ship[1]))
+print(f"32 channels: {1e11 * short_tile / peak.int8:.0f} % of the peak, 128 channels: {1e11 * placed[0] / peak.int8:.0f} %")
 
 # %% [markdown]
-# The difference between the two figures is what starting and ending a tile costs. What is missing after that is lost inside the
+# The difference between the two figures comes from starting and ending a tile. Most of what is missing after that is lost inside the
 # loop: loads and broadcasts share the core with the dots, while the peak is measured by a loop without a single load.
+#
+# The next cell checks the claims of this page. You can skip it.
 
 # %%
 print(f"shipped tile {ship[0]} x {ship[1]}: {1e11 * placed[0] / peak.int8:.0f} % of the measured peak")
 assert need[list(shapes).index(ship)] <= registers
 assert code.get((6, 4), 0) == 0 or registers < 32
+
+# %% [markdown]
+# **What you can do now**
+#
+# * say why a loop of perfect vectors can be at a few per cent of the peak: two loads for each product,
+# * choose a shape: enough sums for the latency, few loads per dot, not more sums than registers,
+# * find in the machine code whether a tile spills.
+#
+# **Next:** [07](07_fused.ipynb). Do all four steps for one tile before the next, so that its scores never leave the cache.

@@ -84,13 +84,13 @@ shown(ladder_int8.make_unfused, "tiles, blocks = x.shape", "values(p[tile, b]")
 shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
 
 # %% [markdown]
-# And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. It also takes masks, ALiBi, score functions (`called`), padding, and scores that
-# leave the range of int16 (`left`), but the four parts are the same: `block_scores` (1; it finds `octave` and `top` of each row too), `weigh` (2),
-# `grow_rows` and `add_sums` (3), `add_values` (4). Here O grows by whole octaves before the weights are made, so that both know the new maximum,
-# and weights are relative to the row's `top` in the block, its largest score rounded up to an eighth of an octave (chapter 04).
+# And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. The four parts are five calls: `block_scores` (1), `weigh` (2), `grow_rows` and
+# `add_sums` (3), `add_values` (4). (O grows before the weights are made, so that both know the new maximum.) The shipped kernel has more
+# options: masks, score functions, padding. Find the same calls in it; skip the rest.
 
 # %%
-shown(flash_int8.make_attend, "mark_live(tile, block)", "add_values(p, job.kv")
+calls = ("block_scores(job", "grow_rows(state", "weigh(scratch", "add_sums(total", "add_values(p")
+print("\n".join(line.strip() for line in inspect.getsource(flash_int8.make_attend).splitlines() if any(call in line for call in calls)))
 
 # %% [markdown]
 # ## Write it
@@ -174,7 +174,7 @@ check("07.3", gain_of_half_a_softmax)
 n = 1024
 climbed = [(rung, t) for rung, t, _ in ladder.climb(n, d, workers=2, repeats=9)]
 changes = {"naive": "the definition", "online": "one pass, no matrix of scores", "tiled": "48 rows share each block of 64 keys",
-           "packed": "K transposed by block: vectors hold keys", "unfused": "bytes, and register tiles of 6 x 4",
+           "packed": "K transposed by block: vectors hold keys", "unfused": f"bytes, and register tiles of {tiling(isa).mr} x {tiling(isa).nv}",
            "fused": "four parts per block: scores stay in the cache", "parallel": "two threads take tiles",
            "causal": "tiles above the diagonal are skipped"}
 lines, before = [], None
@@ -213,8 +213,20 @@ axes[1].set_title(f"L={length} D={d}, one core")
 bars(axes[1], {"unfused": work / seconds["unfused"] / 1e9, "fused": work / seconds["fused"] / 1e9,
                "products alone": products / 1e9}, "GOP/s", ("INT8 peak", peak.int8 / 1e9), digits=0)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert ladder_int8.KEY_BLOCK == 128
 error = np.abs(fused() - numflash.attention(query, key, value, impl="reference")).mean()
 assert error < 1e-3
 assert answer_of("07.3")(parts) >= 1 and room["unfused"] > 1000 * room["fused"]
+
+# %% [markdown]
+# **What you can do now**
+#
+# * find the four parts of the fused loop in the shipped kernel,
+# * say what fusion changes (where scores are stored) and what it does not (operations and bits),
+# * predict the gain of the whole from the gain of a part.
+#
+# **Next:** [09](09_threads_causal_gqa.ipynb). Query tiles are independent tasks; deal them longest first.

@@ -8,7 +8,7 @@
 # * choose an exp2 by its error, its cost and what it does to the order of the keys,
 # * find out with a pencil whether the columns of a benchmark table belong together.
 #
-# It redoes a benchmark that a [document](../docs/sources.md) made for the A64FX (512-bit vectors, 128 GFLOP/s per core): the second stage of
+# It redoes a benchmark that a [document](../docs/sources.md) made (it is not published; every figure that you need is quoted here) for the A64FX (512-bit vectors, 128 GFLOP/s per core): the second stage of
 # attention on its own,
 #
 # $$O = \mathrm{exp2}(S \cdot \mathrm{scale} - \mathrm{max}) \; V$$
@@ -373,6 +373,9 @@ right_ax.set_yscale("log")
 right_ax.set_xlabel("cycles per score")
 _ = right_ax.set_ylabel("worst relative error of a weight")
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert all(0 < r.share < 1.2 for r in rows if r.kernel != "exp2")
 assert all((r.ranking_errors > 0.1) == (r.exp2 == "ultra") for r in rows)
@@ -381,3 +384,12 @@ assert abs(right["four keys, register"] - 22.6) < 0.05
 best = max(("fused", "fused4", "two_pass"), key=lambda kernel: share(kernel, 4, 64))
 print(f"ceiling: the FMA peak, {peak:.0f} GFLOP/s; product alone {share('gemm', 4, 64):.0f} %, "
       f"best with exp2 ({KERNELS[best]}) {share(best, 4, 64):.0f} % at M = 4, Nc = 64")
+
+# %% [markdown]
+# **What you can do now**
+#
+# * say what an exponential costs beside a product, and inside it,
+# * choose an exp2 by its error and by what it does to the order of the keys,
+# * check whether the columns of a benchmark's table belong together.
+#
+# **Next:** [09](09_threads_causal_gqa.ipynb). Query tiles are independent tasks; deal them longest first.

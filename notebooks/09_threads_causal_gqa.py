@@ -189,6 +189,18 @@ shares = {f"full, {n_} thread{'s' * (n_ > 1)}": 100 * work / t / roof(n_, isa).i
 shares["causal, 1 thread, visible work"] = 100 * work * (length + 1) / (2 * length) / (seconds[1] / gain) / roof(1, isa).int8
 bars(axes[2], shares, f"% of the peak of as many threads ({isa})", digits=0)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert 1.6 < claimed[512] < 1.7 and 1.75 < claimed[1024] < 1.85 and 1.9 < claimed[4096] < 1.96
 assert max(dealt["next tile, longest first"]) < 1.02 * least < max(dealt["equal runs of rows"]) / 1.5
+
+# %% [markdown]
+# **What you can do now**
+#
+# * say what limits the gain of threads: the part that does not divide, and unequal tasks,
+# * count the tiles that a causal mask leaves, and deal them longest first,
+# * say what GQA saves: the bytes of K and V, not the operations.
+#
+# **Next:** [24](24_capstone.ipynb). Change a tile of the shipped kernel: other time, the same bits.

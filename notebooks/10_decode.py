@@ -18,7 +18,7 @@
 # >
 # > **Time:** 40 minutes to read, 25 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [09](09_threads_causal_gqa.ipynb).
 # >
-# > **Terms:** [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv), [gqa](../docs/glossary.md#gqa), [rotation](../docs/glossary.md#rotation).
+# > **Terms:** [prefill](../docs/glossary.md#prefill), [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv), [gqa](../docs/glossary.md#gqa), [rotation](../docs/glossary.md#rotation).
 # >
 # > **Papers:** [QuaRot](https://arxiv.org/abs/2404.00456), [Flash-Decoding](https://pytorch.org/blog/flash-decoding/), [FlashDecoding++](https://arxiv.org/abs/2311.01282).
 
@@ -245,7 +245,7 @@ print("INT8 decode has the bits of the model:", same)
 # %% [markdown]
 # ## Four bits
 #
-# If the number of bytes decides, why not half as many? With 4 bits a number has 16 levels, and one scale serves a row of K: its largest entry takes the last
+# If the number of bytes decides, why not half as many? With 4 bits a number has 15 levels (-7 to 7; the sixteenth, -8, is not used), and one scale serves a row of K: its largest entry takes the last
 # level, and all others share the rest. Keys of real models have a few channels that are much larger than the others (chapter 03's picture), and
 # then most channels are rounded to two or three levels.
 #
@@ -358,6 +358,18 @@ bars(axes[1], {f"{dtype}, {lengths[-1]} tokens": sizes[dtype][-1] / curves[dtype
      {"14 KV heads (float32)": 14 * 2 * 16384 * d * 4 / decode_seconds["14 KV heads"] / 1e9},
      "GB/s", ("memory read, one core", roof().read / 1e9))
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert same and np.abs(np.concatenate(outputs, 2) - whole).max() < 1e-5
 assert sizes["float32"][-1] / sizes["int8"][-1] > 3.5
+
+# %% [markdown]
+# **What you can do now**
+#
+# * say what limits decode: every byte of the cache is read once for one token,
+# * split the keys among workers and merge their states, also if a part is empty,
+# * say what 8 and 4 bits save, and what they cost.
+#
+# **Next:** [11](11_backward.ipynb). Keep one number per row and compute the weights again.

@@ -253,8 +253,20 @@ axes[0].set(xlabel="keys: a worker owns a column of tiles, and its dK and dV", y
             xticks=(), yticks=(), title="causal: a block of keys begins at the diagonal")
 bars(axes[1], rate, "GFLOP/s on one core", ("measured float32 peak", roof().float32 / 1e9), digits=0)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert equal and worst < 1e-5
 tiled = numflash.attention_backward(do, q, k, v, out, lse)
 for a, b in zip(tiled, backward_plain.backward(do, q, k, v, out, lse), strict=True):
     assert np.abs(a - b).max() < 1e-5
+
+# %% [markdown]
+# **What you can do now**
+#
+# * compute the gradients from one number per row, the log-sum-exp,
+# * write the gradient of softmax without its Jacobian,
+# * say why two passes of seven products need no atomics where one pass of five does.
+#
+# **Next:** [12](12_claims.ipynb). Check a figure with the arithmetic that it rests on.

@@ -13,9 +13,9 @@
 # >
 # > **Where you are:** GPU path, stop 1 of 6: **13** → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → [16](16_flash_attention_2.ipynb) → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
 # >
-# > **Time:** 25 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
+# > **Time:** 30 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
-# > **Terms:** [block](../docs/glossary.md#block), [warp](../docs/glossary.md#warp), [sector](../docs/glossary.md#sector), [shared memory](../docs/glossary.md#shared-memory), [barrier](../docs/glossary.md#barrier), [race](../docs/glossary.md#race).
+# > **Terms:** [ptx](../docs/glossary.md#ptx), [emulator](../docs/glossary.md#emulator), [block](../docs/glossary.md#block), [warp](../docs/glossary.md#warp), [sector](../docs/glossary.md#sector), [coalesced](../docs/glossary.md#coalesced), [shared memory](../docs/glossary.md#shared-memory), [barrier](../docs/glossary.md#barrier), [race](../docs/glossary.md#race).
 # >
 # > **Papers:** [CUDA programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/).
 
@@ -25,6 +25,7 @@ from numflash.course import hint, machine, solution
 machine()
 
 # %%
+import inspect
 import linecache
 
 import numpy as np
@@ -35,6 +36,7 @@ from numflash.cuda import emulate, study
 from numflash.cuda.compile import ARCHITECTURES
 from numflash.cuda.device.operands import emulated
 from numflash.cuda.emulator import EmulatorError
+from numflash.cuda.study import scalar
 
 rng = np.random.default_rng(0)
 device = card()
@@ -141,9 +143,15 @@ assert all(answer_of("13.1")(stride, 4) == by_stride[stride] for stride in strid
 # ## Shared memory: read once, use often
 #
 # Each SM has memory of its own, which all threads of a block can read and write. Attention gains from it, because every row of Q needs
-# all of K. The first two kernels of the GPU's ladder (`numflash/cuda/study`; chapter 16 shows all of it) differ in this alone. In the first, each thread takes one row
-# of Q and reads all keys from global memory. In the second, a block of 64 rows brings 64 keys into shared memory, and all its
-# rows use them there.
+# all of K. This is the first kernel of the GPU's ladder: chapter 01's step, one thread for each row of Q, and all keys from global memory.
+
+# %%
+print(inspect.getsource(scalar.one_thread_per_row))
+
+# %% [markdown]
+# In the second kernel a block of 64 rows brings 64 keys at a time into shared memory, and all its rows use them there. (It differs in more:
+# two threads share a row, a thread loads 16 bytes at once, and the maximum is taken over 16 scores before anything is rescaled. Its
+# source is in `numflash/cuda/study/scalar.py`; chapter 16 counts every rung of this ladder.)
 
 # %%
 length, d = 128, 64
@@ -232,6 +240,27 @@ assert np.array_equal(y, x[::-1]) and kinds == {"mirror": "uninitialised", "mirr
 # On a card the faulty kernel may give the right result for years. The emulator lets some warps run ahead of others, in another
 # order for each seed, and keeps a record for every word of who wrote it and who may know of it.
 #
+# A complete example with a matrix: each thread brings one row, and then needs a column, to which all threads have contributed.
+
+# %%
+def column_sums(x, y):
+    shared = cuda.shared.array((64, 64), np.float32)       # its shape is fixed when the kernel is compiled
+    t = cuda.threadIdx.x
+    for c in range(64):
+        shared[t, c] = x[t, c]                             # thread t fills row t
+    cuda.syncthreads()                                     # all rows are there
+    total = np.float32(0)
+    for r in range(64):
+        total += shared[r, t]                              # and adds up column t
+    y[t] = total
+
+
+x, y = rng.standard_normal((64, 64), np.float32), np.zeros(64, np.float32)
+emulate(column_sums, 1, 64, (x, y))
+assert np.allclose(y, x.sum(0), atol=1e-4)
+print("first sums:", y[:4])
+
+# %% [markdown]
 # **Exercise 3.** Your first kernel with shared memory. One block of 64 threads computes the scores `out` (64, 64) = q . k^T of
 # `q` and `k` (64, 32), float32. Thread t owns row t of `out`. Bring K into shared memory once, so that each number of q and k is
 # loaded from global memory once. Thread t needs its row of q for every key, so keep it: `cuda.local.array(32, np.float32)` makes
@@ -278,7 +307,19 @@ axes[0].set(yticks=range(4), yticklabels=["stride 1", "stride 2", "stride 4", "s
 axes[1].set_title(f"global memory, L = {length}, D = {d}, one head")
 bars(axes[1], {name: n / 1000 for name, n in (moved | {"least: Q, K, V in, O out": least}).items()}, "KB moved", digits=0)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert moved["one thread per row"] > 7 * moved["tiles in shared memory"] and moved["tiles in shared memory"] > 5 * least
 assert by_stride == {0: 1, 1: 4, 2: 8, 4: 16, 8: 32, 16: 32}
 assert counted["shuffled"] > 1.5 * counted["in order"]
+
+# %% [markdown]
+# **What you can do now**
+#
+# * write a CUDA kernel with shared memory and a barrier, and run it without a GPU,
+# * count the sectors of a load before you run it,
+# * say what a warp costs whose threads do different things.
+#
+# **Next:** [14](14_fragments.ipynb). The result of one tensor-core product is the operand of the next, without moving.

@@ -5,7 +5,7 @@
 #
 # * multiply two matrices on a tensor core from Python, and say which thread holds which element,
 # * load operands with `ldmatrix`, also transposed, and say why V needs that,
-# * explain the step that makes FlashAttention-2: the result of one product is the operand of the next,
+# * explain the step between the two products of attention: the result of one is the operand of the next,
 # * count tensor-core operations.
 
 # %% [markdown] tags=["map"]
@@ -15,7 +15,7 @@
 # >
 # > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [13](13_threads_warps_memory.ipynb).
 # >
-# > **Terms:** [tensor core](../docs/glossary.md#tensor-core), [fragment](../docs/glossary.md#fragment), [warp](../docs/glossary.md#warp), [half](../docs/glossary.md#half).
+# > **Terms:** [tensor core](../docs/glossary.md#tensor-core), [fragment](../docs/glossary.md#fragment), [ldmatrix](../docs/glossary.md#ldmatrix), [warp](../docs/glossary.md#warp), [half](../docs/glossary.md#half).
 # >
 # > **Papers:** [PTX manual](https://docs.nvidia.com/cuda/parallel-thread-execution/), [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
@@ -167,7 +167,7 @@ for transpose in (False, True):
 assert errors[True] < 1e-5 < 0.1 < errors[False]
 
 # %% [markdown]
-# ## The step that makes FlashAttention-2
+# ## The step between the two products
 #
 # Scores S = Q . K^T come out as C. The weights P = exp(S - max) are needed as A of the next product. Compare the two pictures:
 # lane 5 holds neighbouring columns of rows 1 and 9 in both. Two tiles of C side by side (16 keys) are one A, with the floats
@@ -283,6 +283,18 @@ axes[1].set_title("one warp-instruction")
 bars(axes[1], {"multiply-add": 64, "m16n8k8 (Turing)": 2 * 16 * 8 * 8, "m16n8k16": 4096, "m16n8k32, INT8": 2 * 16 * 8 * 32},
      "operations", ("largest mma.sync here", 8192), digits=0)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert long_errors[4096][1] > 100 * long_errors[4096][0]
 assert ladder["float16 scores"] > 1.2 * ladder["Q in registers"]
+
+# %% [markdown]
+# **What you can do now**
+#
+# * say which lane holds which element of a tensor core's operands and result,
+# * load operands with `ldmatrix`, V transposed,
+# * pass the weights from one product to the next without leaving the registers.
+#
+# **Next:** [15](15_bank_conflicts.ipynb). An XOR of the address puts a column into 32 different banks.

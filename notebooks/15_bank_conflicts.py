@@ -15,7 +15,7 @@
 # >
 # > **Time:** 20 minutes to read, 25 for the exercises. **Before it:** [13](13_threads_warps_memory.ipynb), [14](14_fragments.ipynb).
 # >
-# > **Terms:** [bank conflict](../docs/glossary.md#bank-conflict), [swizzle](../docs/glossary.md#swizzle), [shared memory](../docs/glossary.md#shared-memory).
+# > **Terms:** [pass](../docs/glossary.md#pass), [bank conflict](../docs/glossary.md#bank-conflict), [chunk](../docs/glossary.md#chunk), [swizzle](../docs/glossary.md#swizzle), [shared memory](../docs/glossary.md#shared-memory).
 # >
 # > **Papers:** [CUDA: shared memory](https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/), [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
@@ -216,7 +216,7 @@ print("passes of one ldmatrix.x4:", one)
 # **Exercise 3.** Write a transpose: `y` = `x`^T of 32 x 32 float32 numbers by one warp through shared memory, reading and writing
 # global memory in rows, without a single bank conflict. Do it by an XOR and without padding: store number (r, t) at a place of row r that
 # depends on both, so that a column of x is in 32 banks. (`cuda.syncwarp()` makes the warp's stores visible to all its lanes; PTX, and so a report, calls it `bar.warp.sync`. The check counts
-# conflicts and sectors of global memory; padding it does not notice.)
+# conflicts, sectors of global memory, and bytes of shared memory.)
 
 # %% tags=["exercise"]
 def transpose(x, y):
@@ -237,7 +237,19 @@ axes[1].set_title(f"attention, L = {length}, D = {d}, one head")
 bars(axes[1], {name: r.shared_wavefronts for name, (r, _) in reports.items()} | {"least: all bytes / 128": bytes_used / 128},
      "passes", digits=0)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert one == {"naive": 32, "padded": 4, "swizzled": 4}
 assert reports["padded"][1] > reports["swizzled"][1] == reports["naive"][1]
 assert measured[32] == 32 and measured[33] == 1
+
+# %% [markdown]
+# **What you can do now**
+#
+# * predict the passes of an access from its stride,
+# * store a tile by an XOR so that rows and columns are free of conflicts,
+# * say when padding does the same, and what it costs.
+#
+# **Next:** [16](16_flash_attention_2.ipynb). Chapter 01's loop on tensor cores, one improvement per rung.

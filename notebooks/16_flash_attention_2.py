@@ -39,6 +39,14 @@ from numflash.cuda.study.tensor_cores import both_products, register_blocks
 device = card()
 
 # %% [markdown]
+# ## What version 2 changed
+#
+# FlashAttention's first version (2022) already kept scores and weights on the chip. FlashAttention-2 (2023) changed three things:
+#
+# * fewer operations outside the products: O is divided once, at the end of a row, and not in every block (chapter 01, exercise 4),
+# * query tiles are independent blocks: the loop over queries is outside, so one long sequence fills all SMs of a card,
+# * each warp owns its rows of Q, instead of a part of the keys: no warp needs the sums of another one.
+#
 # ## The kernel
 #
 # A block of four warps owns 64 queries, each warp 16. Tiles of 64 keys come into shared memory one after another. Per tile: scores
@@ -252,8 +260,20 @@ axes[1].set(yscale="log", xlabel="rung", ylabel="least microseconds on an L4", y
             title="B=1 H=8 L=512 D=64, by limit")
 _ = axes[1].legend(fontsize=8, loc="upper right")
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert 4.3 < 1e6 * flop / TENSOR < 4.6 and 6.9 < 1e6 * traffic / MEMORY < 7.1
 assert bounds["2"]["instructions"] > 10 * bounds["4"]["instructions"]
 assert largest["4"] == "shared memory" and largest["7b"] == "memory, least"
 assert rows["1"]["warp_instructions"] > 10 * rows["7b"]["warp_instructions"]
+
+# %% [markdown]
+# **What you can do now**
+#
+# * read a FlashAttention-2 kernel: copy, scores, softmax, outputs,
+# * name what each rung saves, in counted instructions, passes and barriers,
+# * turn counts into the least time on a card.
+#
+# **Next:** [17](17_hopper.ipynb). One warp brings tiles, the others multiply; barriers that count bytes keep them apart.

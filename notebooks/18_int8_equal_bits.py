@@ -256,8 +256,20 @@ axes[1].set_title("INT8 in per cent of float16")
 bars(axes[1], {n: 100 * counts["int8"][n] / counts["float16"][n] for n in ("tensor operations", "global KB read", "shared KB read",
                                                                           "warp-instructions")}, "%", digits=0)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert different["int32"] == 1 < different["float32"]
 assert counts["float16"]["tensor operations"] == 4 * 128 * 512 * 64 // 4096
 assert 0.5 <= counts["int8"]["tensor operations"] / counts["float16"]["tensor operations"] < 0.51
 assert counts["int8"]["conflicts"] == 0 and counts["int8"]["global KB read"] < 0.75 * counts["float16"]["global KB read"]
+
+# %% [markdown]
+# **What you can do now**
+#
+# * say why integer sums have the same bits in any order, and floats not,
+# * let the order of the keys follow the tensor core's layout,
+# * choose a key block whose sums stay exact.
+#
+# **Next:** [19](19_decode_gpu.ipynb). A cache on the card: count every byte that a step moves.

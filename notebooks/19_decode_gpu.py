@@ -121,7 +121,8 @@ for name, groups, dtype, size in (("2 KV heads, float16", 2, "float16", 2), ("14
 table(["cache", "bytes of its tokens", "bytes read", "blocks", "flop of the tensor cores", "of them wanted", "conflicts"], rows)
 
 # %% [markdown]
-# Every byte of the tokens once; INT8 needs about half of them (half, and two scales per token). 7 of 16 rows are in use, so more than half of the tensor cores' work is for
+# Every byte of the tokens once; INT8 needs about half of them (half, and two scales per token). Its tensor cores do more, though: its query
+# has two bytes a channel, so each product is done twice, and the keys are rounded up to blocks of 128. 7 of 16 rows are in use, so more than half of the tensor cores' work is for
 # nothing, and it does not matter. A T4 has 320 GB/s and 65 TFLOP/s: it could do 203 flop for each byte it reads.
 
 # %%
@@ -265,7 +266,19 @@ axes[0].legend(fontsize=8)
 axes[1].set_title(f"read in a step, {tokens} tokens")
 bars(axes[1], {name: n / 1000 for name, n in read.items()}, "KB", digits=0)
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert all(same) and share[65536] < 0.1 < share[512]
 assert np.isclose(read["14 KV heads, float16"] / read["2 KV heads, float16"], 7, rtol=0.03)
 assert 1.6 < 1e6 * least(1024, kv_heads, 2, 0, bandwidth["T4"]) < 1.7
+
+# %% [markdown]
+# **What you can do now**
+#
+# * count the bytes of a decode step: up, read, and written by the parts,
+# * say why heads that share keys belong to one block,
+# * say from which context on a step is limited by memory and not by its launches.
+#
+# **Next:** [20](20_backward_gpu.ipynb). Two passes, each sum with one owner: no atomics, the same bits every time.

@@ -323,8 +323,20 @@ limits = {f"{name}: {limit}": 1e6 * least[name][limit] for name in least for lim
 axes[1].set_title("B=1 H=8 L=512 D=64 on an L4, by limit", pad=14)
 bars(axes[1], limits, "least microseconds", ("seven products at 121 TFLOP/s", 1e6 * least["backward"]["tensor cores"]))
 
+# %% [markdown]
+# The next cell checks the claims of this page. You can skip it.
+
 # %%
 assert same and atomic > 1 and ours == 1 and spread < 1e-5
 assert np.isclose(ratio, 3.5) and moved["backward"] == 2 * moved["forward"]
 assert all(r.shared_conflicts == 0 for r in reports.values())
 assert all(row["stack"] == 0 for row in machine.values())
+
+# %% [markdown]
+# **What you can do now**
+#
+# * say which pass owns which sum, and why no atomics are needed,
+# * count the products and the bytes of both passes,
+# * find out whether a head size fits the registers.
+#
+# **Next:** [21](21_many_machines.ipynb). Keys travel around a ring; two partial results merge exactly.

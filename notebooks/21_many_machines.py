@@ -176,3 +176,12 @@ for link in LINKS:
         n = ring.hiding_length()
         print(f"{link.name:16s} {precision:8s} at {rate / 1e12:.0f} TOP/s: {n} tokens per rank")
         assert ring.kernel(n) >= ring.exchange(n)
+
+# %% [markdown]
+# **What you can do now**
+#
+# * merge two outputs by their log-sum-exp,
+# * deal causal work so that all ranks finish together,
+# * compute from which length on the exchange hides behind the arithmetic.
+#
+# **Next:** [22](22_invent_attention.ipynb). A score or a mask of your own is a function that is compiled into the existing kernel.

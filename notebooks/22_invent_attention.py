@@ -86,13 +86,17 @@ print(listing(variant, shape=(1, HEADS, LENGTH, LENGTH)))
 # %% [markdown]
 # That is the whole program: a load from your array (its bounds are proven, so no test is left), a subtraction, an absolute value, a
 # conversion, a product, a subtraction. (`wide False`: 32 bits hold every integer. `roots 9`: line 9 is the new score.) From these lines the machine code is made, one vector of scores at a time. The kernel calls it for each
-# tile of scores, between Q.K^T and the softmax, while they are in the first-level cache:
+# tile of scores, between Q.K^T and the softmax, while they are in the first-level cache. Look for the absolute value (`abs`), the conversion
+# (`cvt`), the product with the slope (`mul`), and the subtraction, which is fused with the scale of the score (`fm`). The compiler may
+# work on several vectors in turn:
 
 # %%
 code = listing(variant, shape=(1, HEADS, LENGTH, LENGTH), assembly=True).splitlines()
-inner = [line.strip() for line in code if any(word in line for word in ("mm", "v0", "v1"))]
-print(len(code), "lines of assembly; some of its vector instructions:")
-print("\n".join(inner[:14]))
+widest = next(name for name in ("zmm", "ymm", "z0.s", ".4s", "xmm") if any(name in line for line in code))
+inner = [line.strip().replace("\t", " ") for line in code if widest[:3] in line]
+arithmetic = [line for line in inner if any(word in line.split()[0] for word in ("abs", "sub", "mul", "fm", "cvt"))]
+print(f"{len(code)} lines of assembly, {len(inner)} of them with vectors; what computes the score:")
+print("\n".join(arithmetic[:10]))
 
 # %% [markdown]
 # Because the function runs on symbols, `if q_idx > kv_idx` cannot work: there is no number to decide on. The error says what to write instead.
@@ -123,7 +127,8 @@ check("22.2", stream)
 # %% [markdown]
 # `create_block_mask` looks at blocks of queries and keys. It does not evaluate the mask for every pair: it follows the smallest and largest value
 # that each line of the graph can have in a block. If the result is certain, the block is full or empty. Full blocks do not call the mask;
-# empty blocks are not computed at all.
+# empty blocks are not computed at all. In the printed picture a dark sign is a full block, a light one a block that calls the mask, and a
+# space an empty one.
 
 # %%
 window = answer_of("22.2")
@@ -196,3 +201,12 @@ bars(axes, {name: 1e3 * t for name, t in seconds.items()}, "milliseconds, one th
 #
 # Now invent your own. Some that people have published are in [the guide](../docs/flex.md): neighbourhoods of pixels, distances in a graph,
 # prefixes, dilated windows. Write one, test it with `exact`, look at its blocks, and measure it.
+
+# %% [markdown]
+# **What you can do now**
+#
+# * write a score function and a mask function, and test them against float64,
+# * read the recorded graph and the vector instructions that become of it,
+# * predict from the picture of its blocks what a mask saves.
+#
+# **Next:** [23](23_broken_kernels.ipynb). Read what the emulator reports, then mend the kernel.

@@ -409,4 +409,14 @@ check("23.12", pipeline)
 # %%
 from numflash.course.exercises import answers
 
-assert {x.number for x in answers} >= {f"23.{n}" for n in range(1, 13)}     # all twelve were judged
+latest = {x.number: x.verdict for x in answers if x.number.startswith("23.")}
+print(f"mended: {sum(verdict == 'right' for verdict in latest.values())} of 12")
+
+# %% [markdown]
+# **What you can do now**
+#
+# * read a report: the rule, the line, and who waits for what,
+# * tell a fault of the machine from a fault of the algorithm,
+# * say why a kernel that gave the right numbers may still be wrong.
+#
+# **Next:** [18](18_int8_equal_bits.ipynb). Integer sums have one result in any order, so CPU and GPU give the same bits.

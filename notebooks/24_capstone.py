@@ -33,7 +33,7 @@ import numpy as np
 
 import numflash
 from numflash import tiling
-from numflash.course import answer_of, check, figure, roof, rounds, table
+from numflash.course import answer_of, check, figure, roof, rounds, table, yours_or
 from numflash.cpu import launch
 from numflash.cpu.study import ladder
 from numflash.jit.threads import limit
@@ -54,7 +54,8 @@ print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.level
 # bytes. They come from the second-level cache, or from further away if they do not fit there.
 #
 # **Exercise 1.** How many bytes of K and V does the kernel read in all, for `length` queries and keys of `d` channels, with tiles of `block_q`
-# rows? (One head; a byte per number; the last tile may be smaller but reads all keys too.)
+# rows? (One head; a byte per number; the last tile may be smaller but reads all keys too. A machine that has only AVX2 has no dot
+# instruction for bytes and keeps 2 bytes per number: there the true figure is twice as large.)
 
 # %% tags=["exercise"]
 def kv_bytes(length, d, block_q):
@@ -90,7 +91,7 @@ print(f"at the INT8 peak the products alone take {1e3 * work / peak.int8:.2f} ms
 # next ones find it in memory or on the disk.
 #
 # **Exercise 2.** Write `sweep`. For each size, within `using(block_q=size)`, call `run()`, which returns (seconds, output). Return a dictionary
-# of size: (seconds, output). (The cell after it defines `run` and `using`: `describe` checks the arguments, `quantize_problem` rounds Q, K
+# of size: (seconds, output). (Your function is the one that runs, once it is right. The cell after it defines `run` and `using`: `describe` checks the arguments, `quantize_problem` rounds Q, K
 # and V to bytes once, before the timing, and `launch.run` calls the kernel.)
 
 # %% tags=["exercise"]
@@ -116,7 +117,7 @@ def using(**sizes):
     return tiling.using(isa, **sizes)
 
 
-swept = answer_of("24.2")(SIZES, run, using)
+swept = yours_or("24.2", sweep)(SIZES, run, using)
 first = swept[SIZES[0]][1]
 table(["block_q", "ms", "share of the INT8 peak", "equal bits"],
       [[size, 1e3 * seconds, f"{100 * work / seconds / peak.int8:.0f} %", np.array_equal(out, first)]
@@ -194,7 +195,8 @@ def distance(score, b, h, q_idx, kv_idx):
 check("24.4", distance)
 
 # %%
-out = numflash.flex_attention(query[..., :64], key[..., :64], value[..., :64], answer_of("24.4"))
+penalty = yours_or("24.4", distance)
+out = numflash.flex_attention(query[..., :64], key[..., :64], value[..., :64], penalty)
 plain = numflash.attention(query[..., :64], key[..., :64], value[..., :64])
 print(f"with the penalty the output differs from plain attention by up to {np.abs(out - plain).max():.2f}")
 
@@ -208,8 +210,8 @@ print(f"with the penalty the output differs from plain attention by up to {np.ab
 # %%
 if find_spec("numba_cuda"):
     small = [x[:, :, :64, :64].astype(np.float16) for x in (query, key, value)]
-    on_gpu = numflash.flex_attention(*small, answer_of("24.4"), impl="cuda-emulator").astype(np.float32)
-    on_cpu = numflash.flex_attention(*(x.astype(np.float32) for x in small), answer_of("24.4"))
+    on_gpu = numflash.flex_attention(*small, penalty, impl="cuda-emulator").astype(np.float32)
+    on_cpu = numflash.flex_attention(*(x.astype(np.float32) for x in small), penalty)
     print(f"GPU kernel in float16 against the CPU's in float32: largest difference {np.abs(on_gpu - on_cpu).max():.1e}")
     assert np.abs(on_gpu - on_cpu).max() < 4e-3
 else:
@@ -220,7 +222,18 @@ else:
 #
 # You have now changed the loop, the tiles and the mathematics of this kernel, and checked each change. The source files in the order in which
 # to read them are listed in [the course's overview](../docs/course.md).
+#
+# The next cell checks the claims of this page. You can skip it.
 
 # %%
 assert not np.allclose(out, plain, atol=1e-2)
 assert answer_of("24.1")(length, d, 12) > 10 * answer_of("24.1")(length, d, 192)
+
+# %% [markdown]
+# **What you can do now**
+#
+# * predict and measure what another tile does to the shipped kernel,
+# * show that no bit of the result changes, and say why,
+# * add a score of your own, on the CPU and on a GPU.
+#
+# **Next:** [13](13_threads_warps_memory.ipynb). 32 threads move together, and memory is near (shared) or far (global).

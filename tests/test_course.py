@@ -2,6 +2,8 @@
 nothing away; hints come one by one, the solution only when asked.
 """
 
+import functools
+import linecache
 import re
 import sys
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from numflash.course import drawings, exercises, lessons, moving, widgets
-from numflash.course.answers import c10, c13, c15
+from numflash.course.answers import c00, c01, c10, c13, c15, c23
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -60,6 +62,7 @@ def test_values(got, expected, verdict, posed, capsys):
     assert answers[-1].verdict == verdict
     said = capsys.readouterr().out
     assert said.startswith("99.1 it: ") and ("hint 1 of 2" in said) == (verdict == "wrong")
+    assert "hint 2" not in said
 
 
 def test_a_wrong_answer_is_told_what_is_wrong_and_not_what_is_right(posed, capsys):
@@ -71,26 +74,44 @@ def test_a_wrong_answer_is_told_what_is_wrong_and_not_what_is_right(posed, capsy
     assert "3 of 4 entries differ, the first at [0, 1]" in difference(
         np.zeros((2, 2)), np.arange(4.0).reshape(2, 2)
     )
+    assert "at [1]: 0 where 2.5 is expected" in difference(np.zeros(2), np.array([0, 2.5]))
     assert "shape" in difference(np.zeros(3), np.zeros(4))
+    assert "dtype must be int8" in difference(np.zeros(3), np.zeros(3, np.int8))
     assert "value 2 of 2" in difference((1, 2), (1, 3))
 
 
-def test_hints_come_one_by_one(posed, capsys):
+def test_a_float_that_nearly_cancels_is_measured_by_its_array():
+    """float32 has an error of 1e-7 of the terms, whatever they sum to."""
+    assert difference(np.array([1.0, 2e-7]), np.array([1.0, 0.0])) == ""
+    assert difference(np.array([1.0, 2e-6]), np.array([1.0, 0.0])) != ""
+
+
+def test_hints_come_one_by_one_and_can_be_read_again(posed, capsys):
+    """The first wrong answer brings the first; wrong ones after it use up none."""
     posed(expected=1)
-    for words in ("hint 1 of 2: first", "hint 2 of 2: second", "no more hints"):
+    for said in (["hint 1 of 2: first"], [], []):
         check("99.1", 2)
-        assert words in capsys.readouterr().out
-    hint("99.1")
-    assert "no more hints" in capsys.readouterr().out
+        assert re.findall(r"hint . of 2: \w+", capsys.readouterr().out) == said
+    for _ in range(2):
+        hint("99.1")
+        out = capsys.readouterr().out
+        assert re.findall(r"hint . of 2: \w+", out) == ["hint 1 of 2: first", "hint 2 of 2: second"]
+    assert 'no more hints; solution("99.1")' in out
+
+
+def test_the_number_of_an_exercise_is_text():
+    for number in (1.3, "1.3", "01.33", ""):
+        with pytest.raises(ArgumentError, match=r'in quotes, as in hint\("01.3"\)'):
+            hint(number)
 
 
 def test_functions(posed, capsys):
     posed(model=lambda x: x * x, cases=((2,), (3,)))
     for answer, verdict, words in (
-        (lambda x: x + x, "wrong", "for (3) got 6, which is too small"),
+        (lambda x: x + x, "wrong", "for (x = 3) got 6, which is too small"),
         (lambda x: x * x, "right", "2 cases"),
         (lambda x: ..., "open", "not answered"),
-        (lambda x: x[0], "wrong", "TypeError"),
+        (lambda x: x[0], "raised", "for (x = 2) it raises TypeError"),
         (lambda x: None, "wrong", "it returns None"),
         (4, "wrong", "got 4, which is not a function"),
     ):
@@ -98,6 +119,50 @@ def test_functions(posed, capsys):
         assert answers[-1].verdict == verdict and words in capsys.readouterr().out
     assert "neither True nor False" in difference("True", True)
     assert difference(np.bool_(True), True) == ""
+    check("99.1", lambda: 4)
+    assert "for (2) it raises TypeError" in capsys.readouterr().out
+
+
+def test_an_answer_may_write_to_its_arguments(posed):
+    x = np.ones(3)
+
+    def doubled(x):
+        x *= 2
+        return x
+
+    posed(model=lambda x: 2 * x, cases=((x,), (x,)))
+    check("99.1", doubled)
+    assert answers[-1].verdict == "right" and x.sum() == 3
+
+
+def test_the_line_of_an_exception_is_that_of_the_answer(posed, capsys):
+    """Not the line of NumPy, nor of the check; and no hint, which is about wrong answers."""
+
+    def fails(x):
+        return np.reshape(x, 7)  # this line
+
+    for settings in ({"model": fails, "cases": ((2,),)}, {"judge": lambda got: got(2)}):
+        posed(**settings)
+        check("99.1", fails)
+        said = capsys.readouterr().out
+        assert answers[-1].verdict == "raised" and "hint" not in said
+        assert re.search(
+            r"ValueError: .*\n   at line \d+: return np.reshape\(x, 7\)  # this line", said
+        )
+
+
+def test_a_right_function_of_the_reader_is_the_one_that_runs(posed, capsys):
+    posed(model=abs, cases=((-2,),))
+
+    def right(x):
+        return max(x, -x)
+
+    for answer, runs in ((right, right), (lambda x: x, abs), (lambda x: ..., abs)):
+        check("99.1", answer)
+        assert exercises.yours_or("99.1", answer) is runs
+        assert ("your function" in capsys.readouterr().out) == (runs is right)
+    check("99.1", right)
+    assert exercises.yours_or("99.1", lambda x: x) is abs  # another one than was judged
 
 
 def test_judges(posed, capsys):
@@ -107,14 +172,19 @@ def test_judges(posed, capsys):
     check("99.1", 3, 2)
     assert answers[-1].words == "not yet: too much"
     check("99.1", "x", 2)
-    assert answers[-1].verdict == "wrong" and "TypeError" in capsys.readouterr().out
+    assert answers[-1].verdict == "raised" and "TypeError" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("sectors", "conflicts", "said"),
-    [(128, 0, ""), (1024, 0, "1152 sectors of global memory"), (128, 992, "992 of 1056 passes")],
+    ("sectors", "conflicts", "size", "said"),
+    [
+        (128, 0, 4096, ""),
+        (1024, 0, 4096, "1152 sectors of global memory"),
+        (128, 992, 4096, "992 of 1056 passes"),
+        (128, 0, 4224, "4224 bytes of shared memory"),
+    ],
 )
-def test_a_transpose_is_judged_by_sectors_and_conflicts(sectors, conflicts, said, monkeypatch):
+def test_a_transpose_is_judged_by_what_it_needs(sectors, conflicts, size, said, monkeypatch):
     """Right numbers are not enough: columns of global memory would do without shared memory."""
     report = SimpleNamespace(
         global_stored=4096,
@@ -129,6 +199,7 @@ def test_a_transpose_is_judged_by_sectors_and_conflicts(sectors, conflicts, said
         return report, ""
 
     monkeypatch.setattr(c15, "emulated", ran)
+    monkeypatch.setattr(c15, "_shared_bytes", lambda kernel: size)
     verdict = c15._transpose(None)
     assert said in verdict and bool(said) == bool(verdict)
 
@@ -141,18 +212,107 @@ def test_split_decode_must_split():
         p = 2.0 ** (s - s.max())
         return p @ v / p.sum()
 
-    assert "a part has at most 16 keys" in c10._split_decode(at_once)
-    names = {"np": np, "merge": c10.merge}
-    exec(exercises.solution_text("10.3"), names)
-    assert c10._split_decode(names["decode"]) == ""
+    assert "a part has 64 keys" in c10._split_decode(at_once)
+    decode = solved("10.3", "decode", merge=c10.merge)
+    assert c10._split_decode(decode) == ""
+    assert c10._split_decode(lambda *x: decode(*x).astype(np.float32)) == ""
     assert "return" in c10._split_decode(lambda q, k, v, splits: None)
+
+
+def solved(number, name, **names):
+    """A function of a printed solution."""
+    names["np"] = np
+    exec(exercises.solution_text(number), names)
+    return names[name]
+
+
+def in_float32(given):
+    return [x.astype(np.float32) if isinstance(x, np.ndarray) else x for x in given]
+
+
+def test_tiled_attention_must_not_keep_all_scores():
+    """However they are multiplied; an answer in float32 is right."""
+
+    def weighted(t, v):
+        p = 2.0 ** (t - t.max(1, keepdims=True))
+        return p @ v / p.sum(1, keepdims=True)
+
+    whole = {
+        "np.dot": lambda q, k, v, scale, *_: weighted(np.dot(q, k.T) * scale, v),
+        "einsum": lambda q, k, v, scale, *_: weighted(np.einsum("id,jd->ij", q, k) * scale, v),
+        "float32": lambda q, k, v, scale, *_: weighted(
+            np.float32(q) @ np.float32(k).T * np.float32(scale), v
+        ),
+    }
+    for name, answer in whole.items():
+        assert "kB are in use at a time" in c01._tiled(answer), name
+    tiled = solved("01.3", "tiled_attention")
+    assert c01._tiled(tiled) == "" and c01._tiled(lambda *x: tiled(*in_float32(x))) == ""
+    assert "one tile of rows" in c01._tiled(lambda q, k, v, s, a, b: tiled(q, k, v, s, a, len(k)))
+
+
+REFUSED = [  # (exercise, an answer that is right for some sizes only, or does it another way)
+    ("02.2", lambda block_k, d, cache: max(
+        q for q in range(6, 10000, 6)
+        if 4 * (2 * q * d + 2 * block_k * d + q * block_k + 2 * q) < cache)),
+    ("03.1", lambda x: (np.rint(x / (np.abs(x).max() / 127)), np.float32(np.abs(x).max() / 127))),
+    ("06.4", lambda m, q, k: [
+        [functools.reduce(lambda s, e: m.dot(s, q[i, e], k[e, 16 * n : 16 * n + 16]), range(64), m.zero())
+         for n in range(2)] for i in range(2)]),
+    ("07.1", lambda m, blocks: [
+        part(b) for b in range(blocks - 1) for part in (m.scores, m.softmax, m.merge, m.values)]),
+    ("17.3", lambda n: (65536 - 128 * n) // 256 // 8 * 8),
+    ("24.3", lambda mr, nv: mr * nv + nv + 1 < 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "answer"), REFUSED, ids=[x[0] for x in REFUSED])
+def test_nearly_right_is_wrong(number, answer, capsys):
+    check(number, answer)
+    assert answers[-1].verdict == "wrong", answers[-1]
+
+
+def test_the_formula_for_one_traced_size_is_wrong():
+    def traced(block_q):
+        lines = 96 // block_q * 2 * 96 * 16 * 4 // 64
+        part = SimpleNamespace(misses=lines // 2)
+        return SimpleNamespace(arrays={"k": part, "v": part}, line=64)
+
+    given = traced(1), traced(16)
+    assert c00._by_the_traces(c00.bytes_of_k_and_v, *given) == ""
+    assert "length 192" in c00._by_the_traces(lambda length, d, q: 96 * 96 * 16 * 8 // q, *given)
+
+
+def test_a_sweep_may_not_pass_a_size_by_its_place():
+    """`using` takes sizes by name only."""
+
+    def sweep(sizes, run, using):
+        found = {}
+        for size in sizes:
+            with using(size):
+                found[size] = run()
+        return found
+
+    check("24.2", sweep)
+    assert answers[-1].verdict == "raised"
+
+
+@pytest.mark.parametrize(("number", "answer"), [("10.1", (0.524, 3.67)), ("22.3", (4, 0.031))])
+def test_rounded_answers_are_right(number, answer, capsys):
+    check(number, answer)
+    assert answers[-1].verdict == "right"
+
+
+def test_a_rounded_ridge_is_right(capsys):
+    check("02.3", 7.7, SimpleNamespace(float32=77.2, read=10))
+    assert answers[-1].verdict == "right"
 
 
 def test_a_broken_program_gets_its_hint_after_the_reader_has_tried(posed, capsys, monkeypatch):
     posed(expected=1, broken=True)
     monkeypatch.setattr(exercises, "answers", [])
     check("99.1", 2)
-    assert "hint 1" not in capsys.readouterr().out
+    assert "hint 1 of" not in capsys.readouterr().out
     check("99.1", 2)
     assert "hint 1 of 2" in capsys.readouterr().out
 
@@ -197,6 +357,58 @@ def test_a_kernel_written_like_numpy_is_told_so():
     assert "give every index" in said and "\x1b" not in said
     assert "numbers of out are wrong" in c13._scores(zeros)  # stored something: not open
     assert c13._scores(nothing) == "open"
+
+
+def test_a_kernel_that_stores_nothing_is_told_so():
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    from numba import cuda
+
+    def copies(q, k, out):
+        shared = cuda.shared.array((64, 32), np.float32)
+        shared[cuda.threadIdx.x, 0] = k[cuda.threadIdx.x, 0]
+        cuda.syncthreads()
+
+    assert c13._scores(copies) == "your kernel ran, but stored nothing in `out`"
+
+
+def test_a_ring_has_each_consumers_own_sum():
+    """The right total in another order of the threads is not what the exercise asks for."""
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    from numba import cuda
+    from numba.cuda import types
+
+    from numflash.cuda.instructions import ptx
+
+    u32, i32 = types.uint32, types.int32
+    text = exercises.solution_text("17.2")
+    for old, verdict in (("out[t] =", ""), ("out[63 - t] =", "64 of 64 sums are wrong")):
+        names, file = {"cuda": cuda, "ptx": ptx, "u32": u32, "i32": i32}, f"<ring {old}>"
+        source = text.replace("out[t] =", old)
+        linecache.cache[file] = len(source), None, source.splitlines(True), file
+        exec(compile(source, file, "exec"), names)
+        said = c23.pipeline(names["pipeline"])
+        assert verdict in said and bool(verdict) == bool(said), said
+
+
+def test_a_misspelt_name_is_not_blamed_on_rows():
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+    def misspelt(q, k, out):
+        out[0, 0] = totl  # noqa: F821
+
+    def returns(q, k, out):
+        return q[0, 0]
+
+    def matrices(q, k, out):
+        out[0, 0] = (q @ k)[0, 0]
+
+    for kernel, words in (
+        (misspelt, "misspelt"),
+        (returns, "returns nothing"),
+        (matrices, "give every index"),
+    ):
+        said = c13._scores(kernel)
+        assert words in said and ("give every index" in said) == (kernel is matrices), said
 
 
 def test_a_solution_is_printed_only_when_asked(capsys):

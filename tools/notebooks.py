@@ -23,7 +23,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from numflash.course import drawings
-from numflash.course.chapters import CHAPTERS, heading
+from numflash.course.chapters import CHAPTERS, following, heading
 from numflash.course.widgets import VIEW
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
@@ -59,6 +59,8 @@ def run(source: Path) -> NotebookNode:
             cell.outputs = [x for x in cell.outputs if x.get("name") != "stderr"]
             for output in cell.outputs:  # a stored widget shows nothing: its HTML does
                 output.get("data", {}).pop(VIEW, None)
+                if "text" in output:
+                    output.text = without_path(output.text)
     book.metadata.pop("widgets", None)
     book.metadata["language_info"] = {"name": "python"}
     return book
@@ -98,6 +100,11 @@ def reworded(source: Path) -> NotebookNode:
     return book
 
 
+def without_path(text: str) -> str:
+    """Printed text whose cells have no file of this machine: "/tmp/ipykernel_1/2.py" is a cell."""
+    return re.sub(r"\S*/ipykernel_\d+/\d+\.py", "this cell", text)
+
+
 def listing(book: NotebookNode, cell: NotebookNode) -> str:
     """What a cell prints that only prints sources, which the imports above it name; else ""."""
     lines = ast.parse(cell.source).body
@@ -120,7 +127,7 @@ def tagged(cell: NotebookNode, tag: str) -> bool:
 
 
 def with_map(text: str, number: str) -> str:
-    """The source with its chapter's map below the title."""
+    """The source with its chapter's map below the title, and the next chapter in its last line."""
     quoted = "\n".join(f"# {line}" for line in heading(number).splitlines())
     cell = f'# %% [markdown] tags=["map"]\n{quoted}\n\n# %% tags=["machine"]\n'
     cell += "from numflash.course import hint, machine, solution\n\nmachine()\n\n"
@@ -128,7 +135,8 @@ def with_map(text: str, number: str) -> str:
     first = re.search(r"(?m)^# %%(?! \[markdown\]\n# # )", text)
     if first is None:
         raise SystemExit(f"{number}: no cell after the title")
-    return text[: first.start()] + cell + text[first.start() :]
+    text = text[: first.start()] + cell + text[first.start() :]
+    return re.sub(r"(?m)^# \*\*Next:\*\* .*$", lambda _: f"# {following(number)}", text)
 
 
 def maps() -> None:

@@ -6,7 +6,7 @@ of a kernel.
 Imported by notebooks only. May import: everything but `commands`.
 """
 
-from .exercises import answer_of, check, hint, solution
+from .exercises import answer_of, check, hint, solution, yours_or
 from .lessons import COLOURS, DASHES, bars, card, figure, machine, roof, rounds, table
 from .moving import Frames
 
@@ -25,4 +25,5 @@ __all__ = [
     "rounds",
     "solution",
     "table",
+    "yours_or",
 ]

@@ -30,6 +30,7 @@ PATHS = {
     "CPU path": ("00", "01", "02", "06", "07", "09", "24"),
     "GPU path": ("13", "14", "15", "16", "17", "23"),
 }
+AFTER = {"24": "13", "23": "18"}  # what to read when a path is done
 _FA1 = ("FlashAttention", "https://arxiv.org/abs/2205.14135")
 _FA2 = ("FlashAttention-2", "https://arxiv.org/abs/2307.08691")
 _FA3 = ("FlashAttention-3", "https://arxiv.org/abs/2407.08608")
@@ -40,10 +41,10 @@ _ATTENTION = ("Attention is all you need", "https://arxiv.org/abs/1706.03762")
 CHAPTERS = {
     "00": Chapter(
         "00_memory",
-        (30, 10),
+        (35, 10),
         "The same arithmetic in another order moves several times fewer bytes.",
         (),
-        ("head", "score", "softmax", "cache-line", "tile", "rung"),
+        ("head", "score", "softmax", "kernel", "cache-line", "tile", "rung", "peak"),
         (_ATTENTION, _FA1),
     ),
     "01": Chapter(
@@ -57,14 +58,14 @@ CHAPTERS = {
     "02": Chapter(
         "02_tiling",
         (20, 15),
-        "Add up what the inner loop touches: the largest tile that fits the cache is the best one.",
+        "Add up what the inner loop touches: the largest tile that fits the cache moves the fewest bytes.",
         ("00", "01"),
         ("working-set", "cache-line", "roofline", "tile"),
         (("Roofline", "https://doi.org/10.1145/1498765.1498785"),),
     ),
     "03": Chapter(
         "03_int8",
-        (25, 15),
+        (30, 15),
         "An 8-bit number costs half a step of error, and the largest entry sets the step.",
         ("00",),
         ("quantisation", "scale", "smoothing", "attention-sink"),
@@ -94,7 +95,17 @@ CHAPTERS = {
         (30, 20),
         "Keep many sums in registers, so that each load serves several products.",
         ("02",),
-        ("vector", "lane", "register-tile", "dot-instruction", "latency"),
+        (
+            "register",
+            "vector",
+            "lane",
+            "broadcast",
+            "packed",
+            "register-tile",
+            "dot-instruction",
+            "latency",
+            "spill",
+        ),
         (
             (
                 "Anatomy of high-performance matrix multiplication",
@@ -136,7 +147,7 @@ CHAPTERS = {
         (40, 25),
         "One new token reads the whole cache once: bytes decide, and the keys are what can be split.",
         ("01", "09"),
-        ("decode", "kv-cache", "split-kv", "gqa", "rotation"),
+        ("prefill", "decode", "kv-cache", "split-kv", "gqa", "rotation"),
         (
             ("QuaRot", "https://arxiv.org/abs/2404.00456"),
             ("Flash-Decoding", "https://pytorch.org/blog/flash-decoding/"),
@@ -161,10 +172,20 @@ CHAPTERS = {
     ),
     "13": Chapter(
         "13_threads_warps_memory",
-        (25, 30),
+        (30, 30),
         "32 threads move together, and memory is near (shared) or far (global).",
         ("00",),
-        ("block", "warp", "sector", "shared-memory", "barrier", "race"),
+        (
+            "ptx",
+            "emulator",
+            "block",
+            "warp",
+            "sector",
+            "coalesced",
+            "shared-memory",
+            "barrier",
+            "race",
+        ),
         (("CUDA programming guide", "https://docs.nvidia.com/cuda/cuda-c-programming-guide/"),),
     ),
     "14": Chapter(
@@ -172,7 +193,7 @@ CHAPTERS = {
         (25, 15),
         "The result of one tensor-core product is the operand of the next, without moving.",
         ("13",),
-        ("tensor-core", "fragment", "warp", "half"),
+        ("tensor-core", "fragment", "ldmatrix", "warp", "half"),
         (("PTX manual", "https://docs.nvidia.com/cuda/parallel-thread-execution/"), _FA2),
     ),
     "15": Chapter(
@@ -180,7 +201,7 @@ CHAPTERS = {
         (20, 25),
         "An XOR of the address puts a column into 32 different banks.",
         ("13", "14"),
-        ("bank-conflict", "swizzle", "shared-memory"),
+        ("pass", "bank-conflict", "chunk", "swizzle", "shared-memory"),
         (
             ("CUDA: shared memory", "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/"),
             _FA2,
@@ -199,7 +220,17 @@ CHAPTERS = {
         (35, 30),
         "One warp brings tiles, the others multiply; barriers that count bytes keep them apart.",
         ("16",),
-        ("tma", "mbarrier", "parity", "fence", "wgmma", "warp-specialisation"),
+        (
+            "tma",
+            "stage",
+            "mbarrier",
+            "phase",
+            "parity",
+            "fence",
+            "wgmma",
+            "descriptor",
+            "warp-specialisation",
+        ),
         (_FA3,),
     ),
     "18": Chapter(
@@ -284,6 +315,15 @@ def heading(number: str) -> str:
         papers = ", ".join(f"[{name}]({address})" for name, address in chapter.papers)
         lines += [">", f"> **Papers:** {papers}."]
     return "\n".join(lines)
+
+
+def following(number: str) -> str:
+    """The last line of a chapter: where its path goes on, or the next number beside the paths."""
+    way = next((stops for stops in PATHS.values() if number in stops), tuple(CHAPTERS))
+    after = way[way.index(number) + 1 :]
+    if not after:  # a path ends: the other path, or what builds on both
+        after = (AFTER[number],)
+    return f"**Next:** {_link(after[0])}. {CHAPTERS[after[0]].idea}"
 
 
 def _link(number: str) -> str:

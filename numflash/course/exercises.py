@@ -2,12 +2,16 @@
 
 What an exercise expects is in `answers/` (one module per chapter), its solution in a text file of
 its own in `answers/solutions/`. A chapter shows neither before the reader asks. A wrong answer is
-told what is wrong with it, then given a hint; it stops nothing.
+told what is wrong with it, the first one is given a hint as well; it stops nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
+import inspect
+import linecache
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +59,7 @@ class Exercise:
 class Answer:
     """One call of `check`: the exercise's number, what came, and the verdict with its words.
 
-    verdict : "open", "right" or "wrong"
+    verdict : "open", "right", "wrong", or "raised" (an exception)
     """
 
     number: str
@@ -66,7 +70,7 @@ class Answer:
 
 
 answers: list[Answer] = []  # of this process, in order
-_hinted: dict[str, int] = {}  # hints given so far
+_hinted: dict[str, int] = {}  # hints shown so far
 
 
 def find(number: str) -> Exercise:
@@ -77,7 +81,7 @@ def find(number: str) -> Exercise:
     ArgumentError
         There is no such exercise.
     """
-    chapter = number.partition(".")[0]
+    chapter = str(number).partition(".")[0]
     try:
         known = importlib.import_module(f".answers.c{chapter}", __package__).EXERCISES
     except ModuleNotFoundError as error:
@@ -86,7 +90,8 @@ def find(number: str) -> Exercise:
         known = {}
     if number not in known:
         raise ArgumentError(
-            f"number: got {number!r}; allowed: the number of an exercise, as '02.1'"
+            f"number: got {number!r}; allowed: the number of an exercise in quotes, "
+            'as in hint("01.3")'
         )
     return known[number]
 
@@ -107,18 +112,18 @@ def check(number: str, got: Any, *given: Any) -> None:
     print(f"{number} {exercise.name}: {words}")
     if verdict == "wrong" and as_shipped:
         print(f'   your turn: mend it; hint("{number}") helps')
-    elif verdict == "wrong":
+    elif verdict == "wrong" and number not in _hinted:
         hint(number)
 
 
 def hint(number: str) -> None:
-    """Print the next hint; after the last one, how to see a solution."""
+    """Print the hints so far and the next one; after the last one, how to see a solution."""
     hints, n = find(number).hints, _hinted.get(number, 0)
-    if n < len(hints):
-        print(f"   hint {n + 1} of {len(hints)}: {hints[n]}")
-        _hinted[number] = n + 1
+    for k, text in enumerate(hints[: n + 1]):
+        print(f"   hint {k + 1} of {len(hints)}: {text}")
     if n >= len(hints):
         print(f'   no more hints; solution("{number}") prints one way to do it')
+    _hinted[number] = min(n + 1, len(hints))
 
 
 def solution_text(number: str) -> str:
@@ -138,6 +143,14 @@ def answer_of(number: str, *given: Any) -> Any:
     return exercise.model or _expected(exercise, given)
 
 
+def yours_or(number: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The reader's function if `check` has just found it right, else what `answer_of` gives."""
+    last = next((x for x in reversed(answers) if x.number == number), None)
+    yours = last is not None and last.verdict == "right" and last.got is function
+    print(f"{number}: here runs {'your function' if yours else 'a function of the course'}")
+    return function if yours else answer_of(number)
+
+
 def _expected(exercise: Exercise, given: tuple[Any, ...]) -> Any:
     return exercise.expected(*given) if callable(exercise.expected) else exercise.expected
 
@@ -154,7 +167,7 @@ def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, 
         try:
             fault = exercise.judge(got, *given)
         except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
+            return "raised", f"not yet: {_raised(error, got)}"
         if fault == "open":
             return "open", "not answered yet"
         return ("wrong", f"not yet: {fault}") if fault else ("right", "right")
@@ -166,23 +179,48 @@ def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, 
         return "wrong", f"not yet: got {show(got)}, which is not a function"
     cases = exercise.cases(*given) if callable(exercise.cases) else exercise.cases
     for case in cases:
-        shown = ", ".join(map(show, case))
+        shown = _named(got, case)
         try:
-            came = got(*case)
+            came = got(*copy.deepcopy(case))  # an answer may change its arguments
         except Exception as error:
-            return "wrong", f"not yet: for ({shown}) it raises {type(error).__name__}: {error}"
+            return "raised", f"not yet: for ({shown}) it raises {_raised(error, got)}"
         if _open(came):
             return "open", "not answered yet"
         if came is None:
             return "wrong", f"not yet: for ({shown}) it returns None; is there a `return`?"
-        fault = difference(came, exercise.model(*case), exercise.within)
+        fault = difference(came, exercise.model(*copy.deepcopy(case)), exercise.within)
         if fault:
             return "wrong", f"not yet: for ({shown}) {fault}"
     return "right", f"right, on {len(cases)} case{'s' * (len(cases) > 1)}"
 
 
+def _named(function: Callable[..., Any], case: tuple[Any, ...]) -> str:
+    """The arguments of a call with their names."""
+    try:
+        names = inspect.signature(function).bind(*case).arguments
+    except (TypeError, ValueError):  # it takes other arguments
+        return ", ".join(map(show, case))
+    return ", ".join(f"{name} = {show(x)}" for name, x in names.items())
+
+
+def _raised(error: Exception, got: Any) -> str:
+    """What was raised, and the last line of the reader's own code on the way to it."""
+    own = getattr(got, "__globals__", None)  # all cells of a notebook have these in common
+    lines = [
+        (frame.f_code.co_filename, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals is own
+    ]
+    return f"{type(error).__name__}: {error}" + (at_line(*lines[-1]) if lines else "")
+
+
+def at_line(file: str, number: int) -> str:
+    """A line of the reader's code, with its number."""
+    return f"\n   at line {number}: " + linecache.getline(file, number).strip()
+
+
 def difference(got: Any, expected: Any, within: float = 1e-6) -> str:
-    """What is wrong with `got`, without telling what is right; "" if they agree."""
+    """What is wrong with `got`, "" if they agree; of what is right at most one entry of an array."""
     if isinstance(expected, (tuple, list)):
         return _parts_differ(got, expected, within)
     if isinstance(expected, str):
@@ -198,9 +236,13 @@ def difference(got: Any, expected: Any, within: float = 1e-6) -> str:
         return f"got {show(got)}, which is not a number or an array of numbers"
     if a.shape != b.shape:
         return f"got {show(got)}; its shape must be {b.shape}, not {a.shape}"
+    if b.dtype == np.int8 and a.dtype != b.dtype:
+        return f"got {show(got)}; its dtype must be int8, not {a.dtype}"
     with np.errstate(invalid="ignore"):
         if b.dtype.kind == "f":
-            same = np.isclose(a, b, rtol=within, atol=within * 1e-3)
+            # what sums to nearly 0 has an error of the size of its terms
+            size = np.abs(b[np.isfinite(b)]).max(initial=1e-3) if b.ndim else 1e-3
+            same = np.isclose(a, b, rtol=within, atol=within * size)
         else:
             same = a == b
     if same.all():
@@ -210,8 +252,10 @@ def difference(got: Any, expected: Any, within: float = 1e-6) -> str:
             return f"it is not {show(got)}"
         return f"got {show(got)}, which is too {'large' if a > b else 'small'}"
     first = tuple(int(n) for n in np.argwhere(~same)[0])
+    wish = f" where {show(b[first])} is expected" if b.dtype.kind == "f" else ""
     return (
-        f"{(~same).sum()} of {b.size} entries differ, the first at {list(first)}: {show(a[first])}"
+        f"{(~same).sum()} of {b.size} entries differ, "
+        f"the first at {list(first)}: {show(a[first])}{wish}"
     )
 
 

@@ -1,6 +1,7 @@
 """Small kernels in the emulator: run one, or expect a named fault at a line of its source."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -33,15 +34,18 @@ def words(n=64):
     return np.arange(n, dtype=np.uint32)
 
 
-def fails(kinds, line, function, *args, **options):
+def fails(kinds, line, function, *args, said="", **options):
     """The fault is found under every schedule, with the kernel's own line (the one that holds
     `line`; None where schedules find it at different ones).
+
+    said : a pattern of the message
     """
     kernel = compiled(function, *args, **options)
     for schedule, seed in (("random", 0), ("random", 1), ("lockstep", 0)):
         with pytest.raises(EmulatorError) as caught:
             emulate(kernel, kernel.cluster, None, list(args), schedule=schedule, seed=seed)
         assert caught.value.kind in kinds.split(), caught.value
+        assert re.search(said, str(caught.value)), caught.value
         if line is not None:
             file, number = caught.value.source
             assert file == inspect.getsourcefile(function)

@@ -130,7 +130,8 @@ def test_deadlock_at_a_barrier():
             ptx.barrier(u32(1), u32(64))
         x[cuda.threadIdx.x] = u32(0)
 
-    fails("deadlock", None, kernel, words())
+    said = r"waits: warp 0 at line \d+ at barrier 1 \(warps missing: 1\) \["
+    fails("deadlock", None, kernel, words(), said=said)
 
 
 def test_deadlock_at_an_mbarrier():
@@ -145,7 +146,11 @@ def test_deadlock_at_an_mbarrier():
         ptx.mbarrier_wait(bar, u32(0))
         x[cuda.threadIdx.x] = u32(0)
 
-    fails("deadlock", "mbarrier_wait", kernel, words(), arch="sm_90a")
+    said = (
+        r"waits: warps 0-1 at line \d+ for parity 0 of the mbarrier at shared byte 0 "
+        r"\(arrivals missing: 1\) \["
+    )
+    fails("deadlock", "mbarrier_wait", kernel, words(), said=said, arch="sm_90a")
 
 
 def test_too_many_arrivals():

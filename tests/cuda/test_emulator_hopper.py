@@ -4,6 +4,8 @@ correct version.
 The emulator names the rule and the source line.
 """
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -249,6 +251,27 @@ def test_tiles():
 def test_tile_faults(kinds, options):
     signature = types.void(u64, FLOATS)
     fails(kinds, None, tiles(**options), *tile_arguments(), signature=signature, arch="sm_90a")
+
+
+def test_a_deadlock_says_who_waits_for_what():
+    """A barrier that was promised more bytes than come: both sides, each with what is missing."""
+    kernel = tiles(expect=2048)
+    source, first = inspect.getsourcelines(kernel)
+    at = {
+        name: first
+        + next(n for n, text in enumerate(source) if f"ptx.mbarrier_wait({name}" in text)
+        for name in ("full", "empty")
+    }
+    said = (
+        f"warp 0 at line {at['full']} for parity 0 of the mbarrier at shared byte 1024 "
+        r"\(bytes missing: 1024\); "
+        f"warp 1 at line {at['empty']} for parity 0 of the mbarrier at shared byte 1032 "
+        r"\(arrivals missing: 32\)"
+    )
+    signature = types.void(u64, FLOATS)
+    fails(
+        "deadlock", None, kernel, *tile_arguments(), said=said, signature=signature, arch="sm_90a"
+    )
 
 
 @pytest.mark.parametrize(

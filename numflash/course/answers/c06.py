@@ -22,6 +22,17 @@ def sums_needed(latency: int, per_cycle: int) -> int:
     return sums
 
 
+def two_by_two(m: Machine, q: np.ndarray, k: np.ndarray) -> list[list[np.ndarray]]:
+    """The sums of two rows and two vectors of keys."""
+    sums = [[m.zero(), m.zero()], [m.zero(), m.zero()]]
+    for e in range(q.shape[1]):
+        vectors = m.load(k, e, 0), m.load(k, e, 1)
+        for i in range(2):
+            word = m.broadcast(q, i, e)
+            sums[i] = [m.dot(s, word, x) for s, x in zip(sums[i], vectors, strict=True)]
+    return sums
+
+
 def _tile(kernel: Any) -> str:
     """A register tile written with `load`, `broadcast` and `dot`: right numbers, few loads."""
     rng = np.random.default_rng(0)
@@ -41,6 +52,11 @@ def _tile(kernel: Any) -> str:
             part = exact[i, 16 * n : 16 * n + 16]
             if not np.array_equal(np.asarray(came[i][n]), part):
                 return f"sum [{i}][{n}] is wrong: got {show(np.asarray(came[i][n]))}"
+    if machine.loads < 256:
+        return (
+            f"the numbers are right, but only {machine.loads} of 256 operands came by `m.load` and "
+            "`m.broadcast`; a dot reads registers, so no slice of q or k is an operand"
+        )
     if machine.loads > 256:
         return (
             f"the numbers are right, but it loads {machine.loads} times for 256 dots; "
@@ -109,6 +125,7 @@ EXERCISES = {
             "In each step: load two vectors of K once, then broadcast each of the two query "
             "words once, and use each of the four in two dots.",
         ),
+        model=two_by_two,
         judge=_tile,
         slip=("s11 = m.dot(s11, b, k1)", "s11 = m.dot(s11, b, m.load(k, e, 1))"),
     ),

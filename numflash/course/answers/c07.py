@@ -45,10 +45,10 @@ class Machine:
 
 
 def _fused(answer: Any) -> str:
-    for blocks in (1, 5):
+    for blocks in (5, 1):
         machine = Machine()
         answer(machine, blocks)
-        if not machine.done:
+        if not machine.done and blocks == 5:
             return "open"
         if machine.fault:
             return machine.fault

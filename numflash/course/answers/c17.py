@@ -52,7 +52,7 @@ EXERCISES = {
             "Round r down to a multiple of 8, and never above 240.",
         ),
         model=consumers,
-        cases=((24,), (40,), (168,)),
+        cases=((8,), (24,), (40,), (168,)),
         slip=("// 8 * 8", ""),
     ),
 }

@@ -29,7 +29,7 @@ def _sweep(answer: Any) -> str:
     now: list[int | None] = [None]
 
     @contextmanager
-    def using(block_q: int) -> Iterator[None]:
+    def using(*, block_q: int) -> Iterator[None]:
         now[0] = block_q
         try:
             yield
@@ -101,7 +101,7 @@ EXERCISES = {
         "shapes that fit 32 registers",
         ("mr * nv + nv + 1 registers, as in chapter 06; compare with 32.",),
         model=fits,
-        cases=((6, 4), (8, 4), (4, 4), (14, 2), (15, 2)),
+        cases=((6, 4), (8, 4), (4, 4), (14, 2), (15, 2), (30, 1)),
         slip=("<= 32", "<= 30"),
     ),
     "24.4": Exercise(

@@ -5,12 +5,13 @@ Run a kernel in the emulator, compare, say what is wrong.
 
 from __future__ import annotations
 
-import linecache
 import re
 from typing import Any
 
 import numpy as np
 from numba.core.errors import NumbaError
+
+from ..exercises import at_line
 
 
 def emulated(
@@ -31,28 +32,43 @@ def emulated(
         try:
             report = emulate(kernel, grid, block, args, seed=seed, **options)
         except EmulatorError as error:
-            where = _line(*error.source) if error.source else ""
+            where = at_line(*error.source) if error.source else ""
             return None, "the emulator reports " + str(error).split("\n")[0].split(" [")[0] + where
         except NumbaError as error:
             return None, _not_compiled(error)
     return report, ""
 
 
-def _line(file: str, number: int) -> str:
-    return f"\n   at line {number}: " + linecache.getline(file, number).strip()
+def nothing_stored(report: Any, name: str = "out") -> str:
+    """A fault if a kernel stores nothing, "open" if it loads nothing either, else ""."""
+    if report.global_stored:
+        return ""
+    return f"your kernel ran, but stored nothing in `{name}`" if report.global_loaded else "open"
 
 
 def _not_compiled(error: NumbaError) -> str:
-    """What the compiler says first, its line, and the usual cause: NumPy's habits in a kernel."""
+    """What the compiler says first, its line, and the usual cause."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = [x.strip() for x in plain.splitlines() if x.strip() and "pipeline" not in x]
     at = re.search(r'" at (.+) \((\d+)\)', plain)
     return (
         f"it does not compile: {said[0] if said else type(error).__name__}"
-        + (_line(at[1], int(at[2])) if at else "")
-        + "\n   The usual cause: a kernel computes with single numbers. It cannot assign rows or "
-        "slices of an\n   array, nor use `@`: give every index, and loop."
+        + (at_line(at[1], int(at[2])) if at else "")
+        + _usual_cause(plain)
     )
+
+
+def _usual_cause(said: str) -> str:
+    if re.search(r"NRT required|matmul|setitem|getitem", said):
+        return (
+            "\n   The usual cause: a kernel computes with single numbers. It cannot assign rows or "
+            "slices of an\n   array, nor use `@`: give every index, and loop."
+        )
+    if "not defined" in said:
+        return "\n   A name is misspelt, or used before it is set."
+    if re.search(r"No conversion from .* to none", said):
+        return "\n   A kernel returns nothing: store into its output array."
+    return ""
 
 
 def wrong_numbers(got: np.ndarray, exact: np.ndarray, name: str, within: float = 1e-3) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 # they register their instructions
-from . import asynchronous, cluster, conversions, products, rules, tensor, transfer  # noqa: F401
+from . import asynchronous, cluster, conversions, products, rules, tensor, transfer, waits  # noqa: F401
 from .alu import BINDERS
 from .errors import EmulatorError, Fault
 from .parse import Instruction, Program, registers_of
@@ -228,8 +228,9 @@ class Machine(Registers):
         while not ready:
             if not self.copies.land_one(self.random):
                 stuck = self.groups[0]
-                waits = ", ".join(sorted({f"{g.wait[0]} ({g.warps} warps)" for g in self.groups}))
-                self._raise("deadlock", f"every thread waits: {waits}", stuck)
+                block = int(self.block_of[stuck.mask.argmax()])
+                who = waits.described(self, block)
+                self._raise("deadlock", f"every thread waits: {who}", stuck)
             ready = [g for g in self.groups if self._ready(g)]
         for g in ready:
             g.wait = None
