@@ -40,10 +40,12 @@ from .scores import tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
-# pointers: a, b, c, e, sum_a, sum_b, statistics, diagonal, key_lengths, mask, slopes strides in
-# bytes: batch, head, row of a, b, c, e, sum_a, sum_b; then of the mask: batch, head, query, key
+# pointers: a, b, c, e, sum_a, sum_b, statistics, diagonal, key_lengths, mask, slopes
+# strides in bytes: batch, head, row of a, b, c, e, sum_a, sum_b; then of the mask: batch, head,
+# query, key
 # sizes: rows of a, rows of c, d, dv (bytes per row that exist), query heads, left, right, rows of
-# statistics per head factors: scale * log2(e), scale, softcap * log2(e)
+# statistics per head
+# factors: scale * log2(e), scale, softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
 )

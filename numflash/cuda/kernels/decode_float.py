@@ -46,10 +46,10 @@ UNIFIED_ABOVE = f32(15)
 UNIFIED_BELOW = f32(10)
 NAN = f32(math.nan)
 
-# pointers: q (B, Hkv, rows, D) float32, k, v, table, lengths, out, m, l bytes: of a page of K and
-# of V, over all heads, and of one head in it sizes: new tokens, rows, KV heads, splits, D, Dv,
-# bytes of a stored key, of a stored value, pages of a sequence in the table,
-#        log2 of the slots of a page, window, sinks, ring
+# pointers: q (B, Hkv, rows, D) float32, k, v, table, lengths, out, m, l
+# bytes: of a page over all heads and of one head in it: of K, then of V
+# sizes: new tokens, rows, KV heads, splits, D, Dv, bytes of a stored key, of a stored value, pages
+# of a sequence in the table, log2 of the slots of a page, window, sinks, ring
 # factors: scale * log2(e), the unified maximum in octaves
 # with options more pointers and factors: as in `decode_int8`
 SIGNATURE = types.void(

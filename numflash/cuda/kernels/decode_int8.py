@@ -48,12 +48,13 @@ NAN = f32(math.nan)
 LOW_BITS = 7  # of a query or a weight in its low plane
 P_ROW = 2 * KEY_BLOCK  # bytes of a row of weights: the high plane, then the low one
 
-# pointers: q (B, Hkv, rows, D) float32, k, v, scales, table, lengths, out, m, l bytes: of a page of
-# K, V and scales, over all heads, and of one head in it sizes: new tokens, rows, KV heads, splits,
-# D, Dv, bytes of a stored key, rows of bytes of stored values, pages of a sequence in the table,
-#        log2 of the slots of a page, window, sinks, ring
-# factors: scale * log2(e) * 256 with options more pointers: shift (B, Hkv, rows), slopes (Hkv,
-# rows) float32, mask (B, L, L) int32, 0 for none; more factors: the cap and its reciprocal
+# pointers: q (B, Hkv, rows, D) float32, k, v, scales, table, lengths, out, m, l
+# bytes: of a page over all heads and of one head in it: of K, then of V, then of the scales
+# sizes: new tokens, rows, KV heads, splits, D, Dv, bytes of a stored key, rows of bytes of stored
+# values, pages of a sequence in the table, log2 of the slots of a page, window, sinks, ring
+# factors: scale * log2(e) * 256
+# with options more pointers: shift (B, Hkv, rows), slopes (Hkv, rows) float32, mask (B, L, L)
+# int32, 0 for none; and more factors: the cap and its reciprocal
 SIGNATURE = types.void(
     types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 13), types.UniTuple(f32, 1)
 )

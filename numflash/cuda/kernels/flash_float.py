@@ -49,9 +49,10 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 LN2 = f32(math.log(2))
 OWN = 10  # pointers before those of the functions
 
-# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks strides in bytes: batch,
-# head, row of q, k, v, o; then of the mask: batch, head, query, key sizes: queries, d, dv (bytes
-# per row that exist), query heads, left, right;  factors: scale * log2(e), softcap
+# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks, then the functions'
+# strides in bytes: batch, head, row of q, k, v, o; then of the mask: batch, head, query, key
+# sizes: queries, d, dv (bytes per row that exist), query heads, left, right
+# factors: scale * log2(e), softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN),
     types.UniTuple(i64, 16),

@@ -21,9 +21,10 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 WARPS = tiling("sm_80", "float32").block_q
 OWN = 11  # pointers before those of the functions
 
-# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks;  strides in bytes of
-# the mask, then of the bias sizes: queries, keys, d, dv, query heads, left, right;  factors: scale
-# * log2(e), softcap * log2(e)
+# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks, then the functions'
+# strides in bytes of the mask, then of the bias: batch, head, query, key
+# sizes: queries, keys, d, dv, query heads, left, right
+# factors: scale * log2(e), softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2)
 )

@@ -31,9 +31,11 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
-# sinks; strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key; sizes:
-# queries, bytes per row of o, query heads, left, right, then the schedule's (`hopper_schedule`):
-# tiles of rows, units, units together; factors: scale * log2(e), softcap
+# sinks, then the functions'
+# strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key
+# sizes: queries, bytes per row of o, query heads, left, right, then the schedule's
+# (`hopper_schedule`): tiles of rows, units, units together
+# factors: scale * log2(e), softcap * log2(e)
 DIAGONALS, LENGTHS = 3, 4
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 8), types.UniTuple(f32, 2)

@@ -57,7 +57,8 @@ MAPS = 4
 # (4 x dv)
 # strides in bytes of the mask, then of the bias: batch, head, query, key
 # sizes: queries, channels of v and out (a multiple of 4), query heads, left, right, bytes per row
-# of q;  factors: softcap in Q8.8
+# of q
+# factors: softcap in Q8.8
 SIGNATURE = types.void(
     types.UniTuple(u64, 16), types.UniTuple(i64, 8), types.UniTuple(i32, 6), types.UniTuple(f32, 1)
 )

@@ -22,8 +22,9 @@ LOWEST, INFINITE = f32(-3.4028234663852886e38), f32(math.inf)
 
 # pointers: out of the kernel, m, l, q bytes, their scales, mean of k, sinks; out and lse of the
 # caller
-# strides in bytes: batch, head and row of out;  sizes: query heads, KV heads, queries, D, Dv, bytes
-# of a row of q, channels of the kernel's out;  factors: scale of the scores
+# strides in bytes: batch, head and row of out
+# sizes: query heads, KV heads, queries, D, Dv, bytes of a row of q, channels of the kernel's out
+# factors: scale of the scores
 SIGNATURE = types.void(
     types.UniTuple(u64, 9), types.UniTuple(i64, 3), types.UniTuple(i32, 7), types.UniTuple(f32, 1)
 )
