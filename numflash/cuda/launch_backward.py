@@ -127,7 +127,6 @@ def _operands(
 
     In host memory made fit, on the card taken as they are.
     """
-    nb, nh, _, length, *_ = problem.shape
     if results is not None:
         named = (
             ("query", problem.query),

@@ -124,7 +124,7 @@ def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[di
     functions = problem.functions
     if functions is None:
         return {}, ()
-    nb, nh, nkv, length, s, *_ = problem.shape
+    nb, nh, _, length, s, *_ = problem.shape
     code = functions.on_device((nb, nh, length, s))
     listed = bool(functions.states.size and tile[1])
     tiles = np.zeros(1, np.int32)

@@ -77,7 +77,7 @@ def flash_backward(
     group : query heads per key head; the keys' pass processes them in order
     band, mask, softcap, alibi, turing : as in `flash_float`
     """
-    _warps, threads = rows // 16, rows * 2
+    threads = rows * 2
     of_keys, want_a, want_b = gradients != "q", gradients != "v", "v" in gradients
     n_a = d // 2 if want_a else 1
     n_b = dv // 2 if want_b else 1
