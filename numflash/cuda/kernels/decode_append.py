@@ -267,9 +267,8 @@ def decode_append(
         cuda.syncthreads()
         if thread == 0:
             blocks = i32(cuda.gridDim.x * cuda.gridDim.y)
-            if (
-                ptx.atomic_add(tickets + u64(b * 4), i32(1)) == blocks - 1
-            ):  # all others have read the length
+            # the last block: all others have read the length
+            if ptx.atomic_add(tickets + u64(b * 4), i32(1)) == blocks - 1:
                 ptx.atomic_add(tickets + u64(b * 4), -blocks)
                 ptx.atomic_add(lengths + u64(b * 4), count)
 
