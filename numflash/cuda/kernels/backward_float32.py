@@ -13,10 +13,9 @@ from typing import Any
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .flash_float import LOG2E
 from .flash_float32 import WARPS, warp_sum
 from .pieces import NEG_INF
-from .scores import tanh_accurate
+from .scores import LOG2E, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 

@@ -10,8 +10,8 @@ import math
 from ..compile import Source
 from ..compile.target import cuda, types
 from ..instructions import ptx
-from .flash_float import LOG2E
 from .pieces import NEG_INF
+from .scores import LOG2E
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LANES, ROWS = 8, 16  # lanes per row, rows per block

@@ -12,10 +12,9 @@ from ...tiling import tiling
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .flash_float import LN2, LOG2E
 from .pieces import NEG_INF
 from .score_functions import BATCHES, known, make_root, pointers_of
-from .scores import add_bias, join_sink, tanh_accurate
+from .scores import LN2, LOG2E, add_bias, join_sink, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = tiling("sm_80", "float32").block_q

@@ -22,8 +22,8 @@ from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, mak
 from .hopper_cluster import make_bring, make_meet, make_release, readers
 from .hopper_rows import make_write_rows
 from .hopper_schedule import make_number_in, make_rows_of
-from .hopper_scores import OWN, SLOPES, WIDE, Block, Call, make_describe, make_soften
-from .pieces import NEG_INF, State, make_tile_range
+from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
+from .pieces import NEG_INF, Call, State, make_tile_range
 from .score_functions import known, make_tile_list, pointers_of
 from .scores import ScoreOptions, load_slopes
 
@@ -113,9 +113,8 @@ def flash_hopper(
     pair = k_size + v_size
     sums_at = first_tile + STAGES * pair  # with `overlap`, 4 bytes for each consumer thread
     sums_size = 512 * consumers if overlap else 0
-    value_descriptor = DESCRIPTOR | (
-        k_panel >> 4 << 16
-    )  # values are MN-major: the leading stride spans a panel
+    # values are MN-major: the leading stride spans a panel
+    value_descriptor = DESCRIPTOR | (k_panel >> 4 << 16)
     multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
