@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import NumflashError
+from ..errors import StateError
 from .kvcache import KVCache
 
 
@@ -30,10 +30,6 @@ class State(Enum):
     INITIALISED = "initialised"
     READY = "ready"
     OUTPUT_READY = "output ready"
-
-
-class StateError(NumflashError, RuntimeError):
-    """A method was called in a state that does not allow it."""
 
 
 class DecodeEngine:

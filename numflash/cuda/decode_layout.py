@@ -332,7 +332,6 @@ class Layout:
             self.card.upload(store.v[page], np.ascontiguousarray(v_page))
 
     # ---- reading back
-    # ------------------------------------------------------------------------------------------------------
     def _pages(self, x: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """(Hkv, pages, ...) of a buffer on the host."""
         found = [self.card.download(x[page]) for page in pages]

@@ -21,10 +21,12 @@ from .device.operands import (
     aligned,
     band,
     key_places,
+    one_mask,
     option_constants,
     padded,
     padded_rows,
     resident_ids,
+    slopes_of,
     storage,
     strides_of,
 )
@@ -127,7 +129,6 @@ def _operands(
 
     In host memory made fit, on the card taken as they are.
     """
-    nb, nh, _, length, *_ = problem.shape
     if results is not None:
         named = (
             ("query", problem.query),
@@ -195,19 +196,10 @@ def float32_backward(
         )
     dq, dk, dv_out = [np.zeros_like(x) for x in arrays[:3]] if results is None else results[:3]
     _, left, right = band(problem)
-    mask = problem.mask
-    bias = problem.bias
-    slopes = problem.alibi_slopes
-    nothing = np.zeros(1, np.float32)
-    mask_at, bias_at = (nothing if x is None else storage(x, results) for x in (mask, bias))
-    shared = (
-        *key_places(problem, s),
-        mask_at,
-        bias_at,
-        nothing if slopes is None else np.ascontiguousarray(slopes, np.float32),
-    )
+    mask_at, bias_at = storage(problem.mask, results), storage(problem.bias, results)
+    shared = (*key_places(problem, s), mask_at, bias_at, slopes_of(problem))
     numbers = (
-        (*strides_of(mask, results), *strides_of(bias, results)),
+        (*strides_of(problem.mask, results), *strides_of(problem.bias, results)),
         (length, s, d, dv, nh, left, right),
         tuple(
             np.float32(x) for x in (problem.scale * LOG2E, problem.scale, problem.softcap * LOG2E)
@@ -268,10 +260,8 @@ def float_backward(
         problem, grad, out, lse, results
     )
     has_band, left, right = band(problem)
-    mask = problem.mask if problem.bias is None else problem.bias
-    if problem.bias is not None and problem.mask is not None:
-        mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
-    stored = np.zeros(1, np.uint8) if mask is None else storage(mask, results)
+    mask, kind = one_mask(problem)
+    stored = storage(mask, results)
     here = resident_ids(results, q, k, v, do, o, lse, dq, dk, dv_out, stats, stored)
     rows = stats.shape[2]
 
@@ -291,12 +281,7 @@ def float_backward(
             ((do, o, lse, stats), strides(do, o), (length, v.shape[-1] * 2, nh, rows)),
         )
     ]
-    slopes = (
-        np.zeros(1, np.float32)
-        if problem.alibi_slopes is None
-        else np.ascontiguousarray(problem.alibi_slopes, np.float32)
-    )
-    places = key_places(problem, s)
+    places, slopes = key_places(problem, s), slopes_of(problem)
     mask_strides = strides_of(mask, results)
     common = {
         "d": wide,
@@ -304,7 +289,7 @@ def float_backward(
         "dtype": problem.precision,
         "group": nh // nkv,
         "band": has_band,
-        "mask": "" if mask is None else "bool" if problem.bias is None else "float",
+        "mask": kind,
         "softcap": bool(problem.softcap),
         "alibi": problem.alibi_slopes is not None,
         "turing": arch == "sm_75",

@@ -20,6 +20,7 @@ from .device.operands import (
     aligned,
     band,
     key_places,
+    one_mask,
     option_constants,
     packed_heads,
     packed_rows,
@@ -27,6 +28,7 @@ from .device.operands import (
     padded_rows,
     resident_ids,
     rows_per_block,
+    slopes_of,
     storage,
     strides_of,
 )
@@ -91,30 +93,11 @@ def _operands(problem: Problem, results: Results) -> tuple[np.ndarray, ...]:
     )
 
 
-def _one_mask(problem: Problem) -> tuple[np.ndarray | None, str]:
-    """The mask that a 16-bit kernel reads, and its kind.
-
-    "", "bool" or "float" (a boolean mask then hides by -inf).
-    """
-    if problem.bias is None:
-        return problem.mask, "" if problem.mask is None else "bool"
-    return problem.bias if problem.mask is None else np.where(
-        problem.mask, problem.bias, np.float32(-np.inf)
-    ), "float"
-
-
-def _per_head(problem: Problem, results: Results) -> tuple[np.ndarray, np.ndarray]:
-    """Slopes (B x H) and sinks (H) as a 16-bit kernel reads them.
-
-    One number that nobody reads where there are none.
-    """
-    nothing = np.zeros(1, np.float32)
-    slopes = (
-        nothing
-        if problem.alibi_slopes is None
-        else np.ascontiguousarray(problem.alibi_slopes, np.float32)
-    )
-    return slopes, nothing if results is None or problem.sinks is None else problem.sinks
+def _sinks(problem: Problem, results: Results) -> np.ndarray:
+    """Sinks (H) as a kernel reads them on the card, or one number that nobody reads."""
+    if results is None or problem.sinks is None:
+        return np.zeros(1, np.float32)
+    return problem.sinks
 
 
 def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[dict, tuple]:
@@ -124,7 +107,7 @@ def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[di
     functions = problem.functions
     if functions is None:
         return {}, ()
-    nb, nh, nkv, length, s, *_ = problem.shape
+    nb, nh, _, length, s, *_ = problem.shape
     code = functions.on_device((nb, nh, length, s))
     listed = bool(functions.states.size and tile[1])
     tiles = np.zeros(1, np.int32)
@@ -170,9 +153,8 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     q, k, v, out, lse = _operands(problem, results)
     group = nh // nkv
     _, left, right = band(problem)
-    mask, kind = _one_mask(problem)
-    stored = np.zeros(1, np.uint8) if mask is None else storage(mask, results)
-    slopes, sinks = _per_head(problem, results)
+    mask, kind = one_mask(problem)
+    stored, sinks = storage(mask, results), _sinks(problem, results)
     turing = arch == "sm_75"
     tiling = cuda_tiling("sm_75" if turing else "sm_80", problem.precision, padded(d), padded(dv))
     block_q = rows_per_block(tiling, length * group)
@@ -193,7 +175,7 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of
     # log2
     args = (
-        (q, k, v, out, lse, *key_places(problem, s), stored, slopes, sinks, *functions),
+        (q, k, v, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
         strides,
         (length, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right),
         (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
@@ -252,9 +234,8 @@ def hopper_forward(
     wide, dv_wide = (smallest(x, tiling.head_dims) for x in (d, dv))
     block_q, block_k = tiling.block_q, tiling.key_block
     packed = packed_heads(nh // nkv)
-    mask, kind = _one_mask(problem)
-    stored = np.zeros(1, np.uint8) if mask is None else storage(mask, results)
-    slopes, sinks = _per_head(problem, results)
+    mask, kind = one_mask(problem)
+    stored, sinks = storage(mask, results), _sinks(problem, results)
     row_tiles, units = -(-length * packed // block_q), nb * nh // packed
     cluster = hopper_cluster(wide, dv_wide, row_tiles, banded or not plain)
     constants = {
@@ -279,7 +260,7 @@ def hopper_forward(
         *(TensorMap(x, (1, 1, block_k, PANEL)) for x in (k, v)),
     ]
     args = (
-        (maps, out, lse, *key_places(problem, s), stored, slopes, sinks, *functions),
+        (maps, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
         (*(int(n) for n in out.strides[:3]), *strides_of(mask, results)),
         (length, v.shape[-1] * 2, nh, left, right, *schedule),
         (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
@@ -318,18 +299,14 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
                 "query, key, value: not contiguous (B, H, L, D) on the card, which its float32 kernel needs"
             )
     _, left, right = band(problem)
-    mask = problem.mask
-    bias = problem.bias
-    slopes = problem.alibi_slopes
-    nothing = np.zeros(1, np.float32)
-    mask_at, bias_at = (nothing if x is None else storage(x, results) for x in (mask, bias))
-    sinks = nothing if results is None or problem.sinks is None else problem.sinks
+    mask_at, bias_at = storage(problem.mask, results), storage(problem.bias, results)
+    sinks = _sinks(problem, results)
     constants = {
         "d": padded(d),
         "dv": padded(dv),
         "group": nh // nkv,
         **option_constants(problem),
-        "sinks": sinks is not nothing,
+        "sinks": results is not None and problem.sinks is not None,
     }
     chosen, functions = _functions(problem, 1, (WARPS, 0))
     constants.update(chosen)
@@ -343,11 +320,11 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
             *key_places(problem, s),
             mask_at,
             bias_at,
-            nothing if slopes is None else np.ascontiguousarray(slopes, np.float32),
+            slopes_of(problem),
             sinks,
             *functions,
         ),
-        (*strides_of(mask, results), *strides_of(bias, results)),
+        (*strides_of(problem.mask, results), *strides_of(problem.bias, results)),
         (length, s, d, dv, nh, left, right),
         (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
     )

@@ -30,6 +30,7 @@ from .device.operands import (
     padded_rows,
     resident_ids,
     rows_per_block,
+    slopes_of,
     storage,
     strides_of,
 )
@@ -164,7 +165,6 @@ def launch_of(
     """The launch on these operands; `results` say that they, and the masks, are on the card."""
     nb, nh, nkv, length, s, _, dv = problem.shape
     group = nh // nkv
-    mask, bias = problem.mask, problem.bias
     has_band, left, right = band(problem)
     options = {
         "dv": padded(dv),
@@ -173,14 +173,11 @@ def launch_of(
         **option_constants(problem),
         "first_keys": problem.first_keys,
     }
-    nothing = np.zeros(1, np.float32)
-    slopes = nothing
-    if problem.alibi_slopes is not None:
-        with np.errstate(over="ignore"):
-            slopes = np.ascontiguousarray(problem.alibi_slopes, np.float32) * fx.LOG2E_Q8
-    mask_at, bias_at = (nothing if y is None else storage(y, results) for y in (mask, bias))
+    with np.errstate(over="ignore"):
+        slopes = slopes_of(problem) * fx.LOG2E_Q8
+    mask_at, bias_at = storage(problem.mask, results), storage(problem.bias, results)
     per_row = (*key_places(problem, s), mask_at, bias_at, slopes, x.shift)
-    strides = (*strides_of(mask, results), *strides_of(bias, results))
+    strides = (*strides_of(problem.mask, results), *strides_of(problem.bias, results))
     cap = (np.float32(problem.softcap) * fx.LOG2E_Q8,)
     first = (x.first_keys, x.first_scale, x.first_value)
     resident = resident_ids(results, *x, mask_at, bias_at)

@@ -21,7 +21,7 @@ from cuda.bindings import driver as d
 import numflash
 from numflash.cuda.compile import compiler
 from numflash.cuda.device import device as card
-from numflash.cuda.device.driver import DriverError
+from numflash.errors import DriverError
 
 def uncompiled(factory, arch, kind, **constants):
     source = factory(**constants)

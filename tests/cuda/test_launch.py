@@ -7,9 +7,12 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 import numflash
+from numflash import errors
+from numflash.cache.engine import StateError
 from numflash.cuda.device import arch_of, current_device
+from numflash.cuda.emulator import EmulatorError
 from numflash.cuda.validate import run as validate
-from numflash.errors import UnsupportedError
+from numflash.errors import DriverError, UnsupportedError
 
 
 def test_attention_in_the_emulator():
@@ -59,3 +62,9 @@ def test_architecture_of_a_card():
     ]
     with pytest.raises(UnsupportedError, match=r"compute capability 7\.0"):
         arch_of(7, 0)
+
+
+def test_every_exception_is_listed_with_the_others():
+    """`numflash.errors` is where a caller looks for what may be raised."""
+    for found in (DriverError, EmulatorError, StateError):
+        assert issubclass(found, errors.NumflashError) and found.__module__ == "numflash.errors"

@@ -120,7 +120,7 @@ def test_backward(arch, gradients, d, registers):
     scores = 1 if gradients == "v" else 2  # S, and dP unless only dV is wanted
     each = (d // 16) * (shape["chunk"] // 8)  # products of 16 x 8 x 16 of one matrix product
     assert found.count("HMMA") == (scores + len(gradients)) * each * (2 if turing else 1)
-    # a turned or plain operand per two products; the own rows' once per step, either before the
+    # a transposed or plain operand per two products; the own rows' once per step, either before the
     # loop or in it
     assert found.count("LDSM") == (scores + len(gradients)) * each // 2 + scores * d // 16
     assert found.registers <= registers

@@ -207,8 +207,8 @@ def test_operands_of_floats_on_the_card(arch, d, dtype):
 
     No product of two operations is contracted to one, or the bits would be others.
     """
+    found = resources(int8_statistics, arch, d=d, dv=d, source=dtype)
     sizes = {"d": d, "dv": d, "smooth": True}
-    found = resources(int8_statistics, arch, **sizes, source=dtype)
     assert found.count("FFMA") == 0 and found.count("FADD") > 0
     found = resources(int8_quantize, arch, doubles=5, **sizes, width=d, source=dtype)
     assert found.count("DADD") > 0 and found.count("STS.U8") == d // 32

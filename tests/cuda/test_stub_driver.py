@@ -412,7 +412,7 @@ def test_launch_on_hopper_encodes_tensor_maps(driver):
 
 REFUSED = """
 from numflash.cuda.device import current_device
-from numflash.cuda.device.driver import DriverError
+from numflash.errors import DriverError
 from numflash.cuda.validate import attention as validate, cases
 def run(problem):
     raise (DriverError("refused") if problem.precision == "float16" else validate.UnsupportedError("no kernel"))

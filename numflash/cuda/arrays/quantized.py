@@ -116,7 +116,7 @@ def _quantise(
     sizes = {"d": padded(d), "dv": padded(dv)}
     look = Launch(
         int8_statistics,
-        {**sizes, "source": dtype, "smooth": smooth},
+        {**sizes, "source": dtype},
         arch,
         (sums.shape[2], nkv * (1 + smooth), nb),
         ((k, v, lengths, sums, peaks), (*k.strides, *v.strides), (nkv, d, dv)),

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from .driver import DriverError, Uncaptured, check
+from ...errors import DriverError
+from .driver import Uncaptured, check
 
 # bytes of a piece of the arena, and of its smallest slot
 CHUNK = 1 << 18

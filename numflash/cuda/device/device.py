@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, DriverError, UnsupportedError
 from ..compile import ARCHITECTURES, Compiled, compiled
 from ..instructions.tensormap import TensorMap
 from .constants import Constants
 from .driver import (
     MAP_BYTES,
     Active,
-    DriverError,
     Uncaptured,
     capturing,
     check,
@@ -134,6 +133,26 @@ class _Copies:
             self.driver.cuMemFree(address)
 
 
+def _arguments(item: Compiled, args: list, address: Any, next_map: int) -> list[Any]:
+    """What a launch hands over: for an array its address or the fields of Numba's array, for a list
+    of tensor maps the address of the first, from `next_map` on.
+
+    address : the id of an array -> where it is on the card
+    """
+    numbers: list[Any] = []
+    for x, parameter in zip(args, item.parameters, strict=True):
+        if isinstance(x, list):
+            numbers.append(next_map)
+            next_map += MAP_BYTES * len(x)
+        elif not isinstance(x, np.ndarray):
+            numbers.append(x)
+        elif parameter.startswith("array"):
+            numbers += [0, 0, x.size, x.itemsize, address[id(x)], *x.shape, *x.strides]
+        else:
+            numbers.append(address[id(x)])
+    return numbers
+
+
 class Device:
     """One card: its architecture, its loaded kernels, and its copies of what launches read from the
     host.
@@ -212,31 +231,11 @@ class Device:
                 next_map = at[id(table)]
                 calls = []
                 for step, args in zip(steps, flat, strict=True):
-                    kernel = self.kernel(
-                        compiled(step.factory, step.arch, "cubin", **step.constants)
-                    )
-                    numbers: list[Any] = []
-                    for x, parameter in zip(args, kernel.item.parameters, strict=True):
-                        if isinstance(x, list):
-                            numbers.append(next_map)
-                            next_map += MAP_BYTES * len(x)
-                        elif not isinstance(x, np.ndarray):
-                            numbers.append(x)
-                        elif parameter.startswith("array"):
-                            numbers += [
-                                0,
-                                0,
-                                x.size,
-                                x.itemsize,
-                                address[id(x)],
-                                *x.shape,
-                                *x.strides,
-                            ]
-                        else:
-                            numbers.append(address[id(x)])
-                    calls.append(
-                        functools.partial(kernel, step.blocks(self.multiprocessors), 0, *numbers)
-                    )
+                    item = compiled(step.factory, step.arch, "cubin", **step.constants)
+                    numbers = _arguments(item, args, address, next_map)
+                    next_map += MAP_BYTES * sum(len(x) for x in args if isinstance(x, list))
+                    grid = step.blocks(self.multiprocessors)
+                    calls.append(functools.partial(self.kernel(item), grid, 0, *numbers))
 
                 def work() -> None:
                     for call in calls:

@@ -13,16 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UnsupportedError
+from ...errors import DriverError, UnsupportedError
 from ..instructions.tensormap import TensorMap
 
 # of an encoded tensor map; the alignment is the driver's rule
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
-
-
-class DriverError(UnsupportedError):
-    """The driver refused a call; the message has its words."""
 
 
 def check(driver: Any, result: tuple) -> Any:

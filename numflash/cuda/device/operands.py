@@ -108,11 +108,32 @@ def key_places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def storage(x: np.ndarray, results: tuple | None = None) -> np.ndarray:
-    """The memory behind a broadcast view.
+def one_mask(problem: Problem) -> tuple[np.ndarray | None, str]:
+    """The mask that a 16-bit kernel reads, and its kind.
+
+    "", "bool" or "float" (a boolean mask then hides by -inf).
+    """
+    if problem.bias is None:
+        return problem.mask, "" if problem.mask is None else "bool"
+    return problem.bias if problem.mask is None else np.where(
+        problem.mask, problem.bias, np.float32(-np.inf)
+    ), "float"
+
+
+def slopes_of(problem: Problem) -> np.ndarray:
+    """Slopes (B x H) as the kernels read them, or one number that nobody reads."""
+    if problem.alibi_slopes is None:
+        return np.zeros(1, np.float32)
+    return np.ascontiguousarray(problem.alibi_slopes, np.float32)
+
+
+def storage(x: np.ndarray | None, results: tuple | None = None) -> np.ndarray:
+    """The memory behind a broadcast view, or one number that nobody reads.
 
     One element serves every index along an axis of stride 0. On a card without a copy.
     """
+    if x is None:
+        return np.zeros(1, np.float32)
     part = x[tuple(slice(0, 1) if n == 0 else slice(None) for n in x.strides)]
     return part if results is not None else np.ascontiguousarray(part).view(np.uint8)
 

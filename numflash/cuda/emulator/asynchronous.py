@@ -56,7 +56,6 @@ class Copies:
         self.version = 0
 
     # ---- cp.async
-    # -----------------------------------------------------------------------------------------------------------
     def issue(
         self, lanes: np.ndarray, to: np.ndarray, source: np.ndarray, size: int, given: np.ndarray
     ) -> None:
@@ -99,7 +98,6 @@ class Copies:
                     m.shared.note_write(g, np.full(index.size, w), lanes)
 
     # ---- mbarrier
-    # -----------------------------------------------------------------------------------------------------------
     def barrier(self, block: int, address: int, warps: np.ndarray) -> Mbarrier:
         """The mbarrier at an address, for warps that know that it is initialised."""
         found = self.barriers.get((block, address))
@@ -190,7 +188,6 @@ class Copies:
         return ready
 
     # ---- TMA
-    # ----------------------------------------------------------------------------------------------------------------
     def load_tile(
         self,
         thread: int,

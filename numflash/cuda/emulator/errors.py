@@ -1,8 +1,10 @@
-"""What the emulator raises, and the fault that handlers raise before the place is known."""
+"""What the emulator raises: the fault of a handler, which does not know the place yet."""
 
 from __future__ import annotations
 
-from ...errors import NumflashError
+from ...errors import EmulatorError
+
+__all__ = ["EmulatorError", "Fault"]
 
 
 class Fault(Exception):
@@ -14,28 +16,3 @@ class Fault(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-
-
-class EmulatorError(NumflashError, RuntimeError):
-    """A kernel broke a rule of the machine.
-
-    Attributes
-    ----------
-    kind : str
-        "out-of-bounds", "misaligned", "uninitialised", "pending" (read before the wait that makes
-        it valid), "race", "divergent", "deadlock", "protocol" (a barrier, tensor map or group used
-        against its rules) or "unsupported".
-    ptx_line : int
-        Line in the PTX text.
-    source : tuple (file, line) or None
-        Line of the kernel in Python.
-    """
-
-    def __init__(
-        self, kind: str, message: str, ptx_line: int, ptx: str, source: tuple[str, int] | None
-    ) -> None:
-        place = f"\n  PTX line {ptx_line}: {ptx}"
-        if source:
-            place += f"\n  source {source[0]}:{source[1]}"
-        super().__init__(f"{kind}: {message}{place}")
-        self.kind, self.ptx_line, self.source = kind, ptx_line, source

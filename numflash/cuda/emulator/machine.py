@@ -78,7 +78,6 @@ class Machine(Registers):
         self.current: Group
 
     # ---- instructions, bound once
-    # -----------------------------------------------------------------------------------------------
     def _bind(self) -> tuple[list[int], list[Any], list[Any]]:
         kinds: list[int] = []
         runs: list[Any] = []
@@ -126,7 +125,6 @@ class Machine(Registers):
         return kinds, runs, predicates
 
     # ---- masks
-    # --------------------------------------------------------------------------------------------------------------
     def full(self, mask: Any) -> np.ndarray:
         return np.ones(self.n, bool) if mask is True else mask
 
@@ -160,7 +158,6 @@ class Machine(Registers):
         self.counters[name] = self.counters.get(name, 0) + n
 
     # ---- running
-    # ------------------------------------------------------------------------------------------------------------
     def run(self, blocks: list[tuple[int, int, int]]) -> None:
         """Run these blocks of the grid (at most as many as the batch has) to their end."""
         for k, axis in enumerate("xyz"):
@@ -336,7 +333,6 @@ class Machine(Registers):
         return True
 
     # ---- barriers
-    # -----------------------------------------------------------------------------------------------------------
     def _barrier_operands(self, i: Instruction) -> tuple[Any, Any, bool]:
         if "warp" in i.modifiers:
             return None, None, False

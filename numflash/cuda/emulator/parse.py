@@ -61,9 +61,8 @@ class Program:
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # name -> (bytes, alignment); 0 bytes is dynamic
+    # name -> (bytes, alignment); 0 bytes is dynamic
+    shared: dict[str, tuple[int, int]] = field(default_factory=dict)
     local: dict[str, tuple[int, int]] = field(default_factory=dict)
     unset: dict[int, frozenset[str]] | None = None  # found by `rules.unset_reads`
 

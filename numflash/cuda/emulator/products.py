@@ -20,10 +20,8 @@ from .tensor import BITS, accumulator_order, decode, gather, operand_layout
 if TYPE_CHECKING:
     from .machine import Machine
 
-WGMMA_SIZES = {
-    16: range(8, 257, 8),
-    8: (8, 24, *range(16, 257, 16)),
-}  # columns, by the bits of an operand (PTX 9.7.15.2)
+# columns, by the bits of an operand (PTX 9.7.15.2)
+WGMMA_SIZES = {16: range(8, 257, 8), 8: (8, 24, *range(16, 257, 16))}
 
 
 class Products:
@@ -35,13 +33,11 @@ class Products:
 
     def reset(self) -> None:
         warps = self.m.n // 32
-        self.tainted: dict[
-            str, np.ndarray
-        ] = {}  # register -> (warps,) number of the group that will deliver it
+        # register -> (warps,) number of the group that will deliver it
+        self.tainted: dict[str, np.ndarray] = {}
         self.frozen: dict[str, np.ndarray] = {}  # A fragments that a product still reads
-        self.current = np.zeros(
-            warps, np.int64
-        )  # groups committed so far; the open one has the next number
+        # groups committed so far; the open one has the next number
+        self.current = np.zeros(warps, np.int64)
         self.retired = np.zeros(warps, np.int64)
         self.fenced = np.zeros(warps, bool)
         self.reading: list[tuple[int, int, np.ndarray]] = []  # (warp, group, granules)
@@ -173,9 +169,8 @@ def _product(m: Machine, i: Instruction) -> Run:
     if len(vector(d)) != n // 2 or (in_registers and len(vector(a)) != 4):
         raise Fault("protocol", f"{shape} takes {n // 2} accumulators and 4 registers of A")
     flags = [int(x) for x in i.operands[4:]]
-    if len(flags) != (
-        0 if bytes_in else 3 if in_registers else 4
-    ):  # bytes are K-major and have neither sign nor transposition
+    # bytes are K-major and have neither sign nor transposition
+    if len(flags) != (0 if bytes_in else 3 if in_registers else 4):
         raise Fault(
             "protocol", f"{len(flags)} immediates after the operands of {shape}.{td}.{ta}.{tb}"
         )

@@ -144,9 +144,8 @@ class Registers:
                 return base
             if base.dtype.itemsize < kind.itemsize:
                 raise Fault("unsupported", f"register {operand} is narrower than {t}")
-            return base.view(kind)[
-                :: base.dtype.itemsize // kind.itemsize
-            ]  # low part (little-endian)
+            # the low part (little-endian)
+            return base.view(kind)[:: base.dtype.itemsize // kind.itemsize]
         if operand in self.symbols:
             return kind.type(self.symbols[operand])
         if operand.startswith(("0f", "0d")):

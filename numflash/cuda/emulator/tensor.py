@@ -171,14 +171,12 @@ def mma(m: Machine, i: Instruction) -> Run:
         words = gather(view_c, warps)
         if half:
             C = decode(words, "f16").reshape(warps.size, -1)[:, place_c]
-            D = np.ascontiguousarray((product + C).astype(np.float16)[:, row, col]).view(
-                np.uint32
-            )  # two halves per register
+            # two halves per register
+            D = np.ascontiguousarray((product + C).astype(np.float16)[:, row, col]).view(np.uint32)
         else:
             C = words.reshape(warps.size, -1)[:, place_c]
-            D = (product.astype(C.dtype) + C)[
-                :, row, col
-            ]  # integer products are below 2**24: exact in float32
+            # integer products are below 2**24: exact in float32
+            D = (product.astype(C.dtype) + C)[:, row, col]
         for r, target in enumerate(view_d):
             target.reshape(-1, 32)[warps] = D[:, :, r]
         m.count("tensor_operations", warps.size)

@@ -19,7 +19,6 @@ f32 = types.float32
 
 
 # ---- addresses: an array's first element as a plain number
-# -----------------------------------------------------------------
 @intrinsic
 def shared_address(typingctx, array):
     """32-bit address of a shared array in the shared window.
@@ -49,7 +48,6 @@ def global_address(typingctx, array):
 
 
 # ---- arithmetic with a stated rounding: `.rn` keeps ptxas from contracting (PTX 9.7.3)
-# -----------------------------------------
 fma = op("fma.rn.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)  # 9.7.3.6
 fma_toward_zero = op("fma.rz.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)
 fma_saturate = op("fma.rn.sat.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)
@@ -112,7 +110,6 @@ pack_turing = op(
 )  # the packed cvt is sm_80's
 
 # ---- memory (9.7.9.8 ld, 9.7.9.11 st)
-# ----------------------------------------------------------------------------------------
 load_global_v4 = op(
     "ld.global.nc.v4.b32 <d>, [<address>];", memory=True, d=out(4, u32), address=u64
 )
@@ -201,7 +198,6 @@ ldmatrix_trans_ahead = op(
 )
 
 # ---- asynchronous copies to shared memory (9.7.9.25.3)
-# -------------------------------------------------------------------------
 cp_async = op("cp.async.cg.shared.global [<to>], [<source>], 16;", memory=True, to=u32, source=u64)
 cp_async_zfill = op(
     "cp.async.cg.shared.global [<to>+<ahead>], [<source>], 16, <size>;",
@@ -215,7 +211,6 @@ cp_async_commit = op("cp.async.commit_group;", memory=True)
 cp_async_wait = {n: op(f"cp.async.wait_group {n};", memory=True) for n in range(4)}
 
 # ---- warps and barriers
-# --------------------------------------------------------------------------------------------------------
 # 9.7.9.6
 shuffle_xor = op("shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", f32, a=f32, lanes=u32)
 shuffle_xor_i32 = op(
@@ -240,7 +235,6 @@ barrier_arrive = op("bar.arrive <number>, <threads>;", memory=True, number=u32, 
 
 
 # ---- tensor cores: mma.sync (9.7.14.5)
-# -----------------------------------------------------------------------------------------
 def _mma(shape: str, d: str, a: str, b: str, na: int, nb: int, accumulators: int, t: Any) -> Any:
     return op(
         f"mma.sync.aligned.{shape}.row.col.{d}.{a}.{b}.{d} <d>, <a>, <b>, <d>;",
@@ -301,7 +295,6 @@ mma_turing_u8s8 = _mma_turing("u8")
 
 
 # ---- Hopper: mbarrier (9.7.13.15), TMA (9.7.9.27), wgmma (9.7.15), setmaxnreg (9.7.19.5)
-# -----------------------------------------
 def _tma_load(coordinates: str, multicast: bool = False) -> Any:
     """A tile of a tensor map, at these coordinates, into shared memory; its bytes count at `bar`.
 

@@ -22,12 +22,14 @@ seven products where one pass with atomic additions to dQ needs five.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .flash_float import LOG2E
 from .pieces import (
     NEG_INF,
+    Call,
     make_copy,
     make_load_tile,
     make_read,
@@ -36,17 +38,59 @@ from .pieces import (
     swizzle_of,
 )
 from .products import make_add, make_scores, make_stage
-from .scores import tanh_accurate
+from .scores import LOG2E, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
-# pointers: a, b, c, e, sum_a, sum_b, statistics, diagonal, key_lengths, mask, slopes strides in
-# bytes: batch, head, row of a, b, c, e, sum_a, sum_b; then of the mask: batch, head, query, key
+# pointers: a, b, c, e, sum_a, sum_b, statistics, diagonal, key_lengths, mask, slopes
+# strides in bytes: batch, head, row of a, b, c, e, sum_a, sum_b; then of the mask: batch, head,
+# query, key
 # sizes: rows of a, rows of c, d, dv (bytes per row that exist), query heads, left, right, rows of
-# statistics per head factors: scale * log2(e), scale, softcap * log2(e)
+# statistics per head
+# factors: scale * log2(e), scale, softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
 )
+
+
+class Block(NamedTuple):
+    """What a block works on: a head's rows, and which columns they attend to.
+
+    Row r attends to the columns from r + offset - before to r + offset + after.
+    """
+
+    batch: Any
+    head: Any
+    own_left: Any  # rows, and columns, that exist
+    other_left: Any
+    diagonal: Any
+    offset: Any
+    before: Any
+    after: Any
+
+
+class Statistics(NamedTuple):
+    """LSE and D of a thread's two rows, where queries own."""
+
+    lse0: Any
+    lse1: Any
+    delta0: Any
+    delta1: Any
+
+
+class Other(NamedTuple):
+    """Where a lane reads rows of the other side's tiles, as `products` takes them.
+
+    Bytes from the tile's start of c to this lane's row, and the place of its first chunk under the
+    swizzle, in c and in e: as rows, and transposed.
+    """
+
+    row: Any
+    c_chunk: Any
+    e_chunk: Any
+    transposed: Any
+    c_transposed: Any
+    e_transposed: Any
 
 
 def flash_backward(
@@ -75,7 +119,7 @@ def flash_backward(
     group : query heads per key head; the keys' pass processes them in order
     band, mask, softcap, alibi, turing : as in `flash_float`
     """
-    _warps, threads = rows // 16, rows * 2
+    threads = rows * 2
     of_keys, want_a, want_b = gradients != "q", gradients != "v", "v" in gradients
     n_a = d // 2 if want_a else 1
     n_b = dv // 2 if want_b else 1
@@ -94,9 +138,8 @@ def flash_backward(
     e_size = columns * dv_bytes
     row_block = make_row_block(band and not of_keys)  # the first keys are seen by most queries
     stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
-    transform = softcap or alibi or mask == "float"
-    has_mask = bool(mask)
-    float_mask = mask == "float"
+    has_mask, float_mask = bool(mask), mask == "float"
+    transform = softcap or alibi or float_mask
     heads_of_other = group if of_keys else 1
     load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
     load_c, load_e = (make_load_tile(columns, n, threads, not turing) for n in (d_bytes, dv_bytes))
@@ -113,28 +156,19 @@ def flash_backward(
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
 
     @device_function
-    def move(sc, stage, pointers, strides, sizes, start, other_left, head, batch, thread):
+    def move(sc, stage, call, start, other_left, head, batch, thread):
         """The other side's tile from row `start` of a head on, with the statistics of its queries,
         to a stage of shared memory.
         """
-        _, _, c, e, _, _, stats, _, _, _, _ = pointers
-        _, _, d_left, dv_left, heads, _, _, stat_rows = sizes
-        load_c(
-            sc + u32(stage * c_size),
-            c + u64(batch * strides[6] + head * strides[7] + start * strides[8]),
-            strides[8],
-            i32(other_left - start),
-            d_left,
-            thread,
-        )
-        load_e(
-            sc + u32(stages * c_size + stage * e_size),
-            e + u64(batch * strides[9] + head * strides[10] + start * strides[11]),
-            strides[11],
-            i32(other_left - start),
-            dv_left,
-            thread,
-        )
+        c, e, stats = call.pointers[2], call.pointers[3], call.pointers[6]
+        c_batch, c_head, c_step, e_batch, e_head, e_step = call.strides[6:12]
+        _, _, d_left, dv_left, heads, _, _, stat_rows = call.sizes
+        left = i32(other_left - start)
+        to_c, to_e = sc + u32(stage * c_size), sc + u32(stages * c_size + stage * e_size)
+        c = c + u64(batch * c_batch + head * c_head + start * c_step)
+        load_c(to_c, c, c_step, left, d_left, thread)
+        e = e + u64(batch * e_batch + head * e_head + start * e_step)
+        load_e(to_e, e, e_step, left, dv_left, thread)
         if of_keys and thread < columns // 2:
             copy(
                 sc + u32(stages * (c_size + e_size) + stage * stat_size + thread * 16),
@@ -143,76 +177,220 @@ def flash_backward(
                 True,
             )
 
-    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
-    # their own would all take as arguments.
+    @device_function
+    def find_block(pointers, sizes):
+        """The block's head, and what its rows attend to."""
+        own_rows, other_rows, _, _, _, left, right, _ = sizes
+        head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        keys = ptx.load_global_s32(pointers[8] + u64(batch * 4))
+        diagonal = ptx.load_global_s32(pointers[7] + u64(batch * 4))
+        own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
+        offset, before, after = (
+            (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
+        )
+        return Block(batch, head, own_left, other_left, diagonal, offset, before, after)
+
+    @device_function
+    def find_columns(block, first):
+        """The first tile of columns that the rows from `first` on attend to and the end of these
+        tiles, then the first column that all of them attend to and the end of those.
+        """
+        tile, tiles = i32(0), i32((block.other_left + columns - 1) // columns)
+        whole_low, whole_high = i32(0), block.other_left
+        if band:
+            low = i32(first + block.offset)
+            high = i32(min(first + rows, block.own_left) - 1 + block.offset)
+            tile = i32(max(low - block.before, 0) // columns)
+            tiles = i32(min(tiles, (max(high + block.after + 1, 0) + columns - 1) // columns))
+            whole_low = i32(max(high - block.before, 0))
+            whole_high = i32(min(block.other_left, low + block.after + 1))
+        if of_keys and first >= block.own_left:
+            tiles = tile
+        return tile, tiles, whole_low, whole_high
+
+    @device_function
+    def find_statistics(stats, block, row, heads, stat_rows):
+        """Of row `row` and the one 8 further; their rows are padded to whole blocks."""
+        if of_keys:
+            return Statistics(f32(0), f32(0), f32(0), f32(0))
+        at = stats + u64(((block.batch * heads + block.head) * stat_rows + row) * 8)
+        return Statistics(
+            ptx.load_global_f32(at),
+            ptx.load_global_f32(at + u64(64)),
+            ptx.load_global_f32(at + u64(4)),
+            ptx.load_global_f32(at + u64(68)),
+        )
+
+    @device_function
+    def find_other(lane):
+        row = ((lane >> 4) << 3) + (lane & 7)
+        transposed = lane & 15
+        return Other(
+            row,
+            u32(((lane >> 3) & 1) ^ ((row >> shift_a) & xor_a)),
+            u32(((lane >> 3) & 1) ^ ((row >> shift_b) & xor_b)),
+            transposed,
+            u32((lane >> 4) ^ ((transposed >> shift_a) & xor_a)),
+            u32((lane >> 4) ^ ((transposed >> shift_b) & xor_b)),
+        )
+
+    @device_function
+    def warp_attends(block, first, column):
+        """Whether any of the warp's rows from `first` on attends to a column of a chunk."""
+        found = first < block.own_left
+        if band:
+            found = (
+                found
+                and i32(column + chunk + block.before) > i32(first + block.offset)
+                and (column <= i32(first + 15 + block.offset + block.after))
+            )
+        return found
+
+    @device_function
+    def find_bounds(low, high, block, row):
+        """The columns [low, high) that each of the two rows attends to."""
+        for r in range(2):
+            mine = i32(row + 8 * r)
+            low[r], high[r] = i32(0), block.other_left
+            if band:
+                low[r] = i32(mine + block.offset - block.before)
+                end = i32(mine + block.offset + block.after + 1)
+                high[r] = i32(min(block.other_left, end))
+            if has_mask and mine >= block.own_left:
+                high[r] = i32(0)
+
+    @device_function
+    def weigh_part(s, g, low, high, block, query_head, statistics, stat_at, row, column0, call):
+        """P and dS of a chunk from its scores S and from dP, without regard to bounds where there
+        is no mask.
+        """
+        scale_log2, _, cap = call.factors
+        mask_batch, mask_head, mask_query, mask_key = call.strides[18:]
+        row_step, column_step = (mask_key, mask_query) if of_keys else (mask_query, mask_key)
+        four = cuda.local.array(4, u32)
+        upper, lower, steep = u64(0), u64(0), f32(0)
+        if has_mask:
+            upper = ptx.fresh_address(
+                call.pointers[9]
+                + u64(
+                    ptx.fresh(block.batch) * mask_batch
+                    + ptx.fresh(query_head) * mask_head
+                    + row * row_step
+                    + column0 * column_step
+                )
+            )
+            lower = ptx.fresh_address(upper + u64(8 * row_step))
+        if alibi:
+            at = call.pointers[10] + u64((block.batch * call.sizes[4] + query_head) * 4)
+            steep = ptx.load_global_f32(at) * LOG2E
+        for n in range(tiles_of_8):
+            if of_keys:
+                ptx.load_shared_v4(four, 0, stat_at + u32(64 * n))
+            for i in range(4):
+                second = i > 1
+                lse = statistics.lse1 if second else statistics.lse0
+                delta = statistics.delta1 if second else statistics.delta0
+                if of_keys:
+                    lse = ptx.from_bits(four[2 if i & 1 else 0])
+                    delta = ptx.from_bits(four[3 if i & 1 else 1])
+                column = i32(column0 + 8 * n + (i & 1))
+                x, slope, seen = s[4 * n + i], f32(1), True
+                if transform:
+                    x = x * scale_log2  # in units of log2
+                    if softcap:
+                        t = tanh_accurate(ptx.div(x, cap))
+                        x, slope = cap * t, f32(1) - t * t
+                    if alibi:
+                        mine = i32(row + (8 if second else 0))
+                        away = i32(column - mine) if of_keys else i32(mine - column)
+                        x -= steep * ptx.to_float(i32(abs(away + block.diagonal)))
+                if has_mask:
+                    seen = column >= low[i >> 1] and column < high[i >> 1]
+                    if seen:
+                        at = (lower if second else upper) + u64((8 * n + (i & 1)) * column_step)
+                        if float_mask:
+                            bias = ptx.load_global_f32(at)
+                            seen = bias != NEG_INF
+                            x += bias * LOG2E
+                        else:
+                            seen = ptx.load_global_u8(at) != u32(0)
+                p = ptx.ex2(x - lse if transform else ptx.fma(x, scale_log2, -lse))
+                if want_a:
+                    ds = p * (g[4 * n + i] - delta)
+                    if softcap:
+                        ds *= slope
+                    g[4 * n + i] = ds if seen else f32(0)
+                s[4 * n + i] = p if seen else f32(0)
+
+    @device_function
+    def hide(s, g, low, high, column0):
+        """Zeros for the columns of a chunk that a row does not attend to."""
+        for n in range(tiles_of_8):
+            for i in range(4):
+                column = i32(column0 + 8 * n + (i & 1))
+                if column < low[i >> 1] or column >= high[i >> 1]:
+                    s[4 * n + i] = f32(0)
+                    g[4 * n + i] = f32(0)
+
+    @device_function
+    def store_sums(sum_a, sum_b, sa, sb, call, block, first, warp, lane):
+        """Write the warp's sums, through its own part of a tile: 16 bytes at a time."""
+        out_a, out_b, scale = call.pointers[4], call.pointers[5], call.factors[1]
+        a_batch, a_head, a_step, b_batch, b_head, b_step = call.strides[12:18]
+        own_rows, _, d_left, dv_left = call.sizes[:4]
+        row, row0 = first + warp * 16, i32(first + warp * 16 + (lane >> 2))
+        live0 = f32(1) if row0 < block.own_left else f32(0)
+        live1 = f32(1) if row0 + 8 < block.own_left else f32(0)
+        cuda.syncwarp()
+        if want_a:
+            mine = sa + u32(warp * 16 * d_bytes)
+            stage_a(sum_a, mine, scale * live0, scale * live1, lane)
+            cuda.syncwarp()
+            to = out_a + u64(block.batch * a_batch + block.head * a_head)
+            store_a(mine, to, i64(0), a_step, row, own_rows, d_left, lane)
+        if want_b:
+            mine = sb + u32(warp * 16 * dv_bytes)
+            stage_b(sum_b, mine, live0, live1, lane)
+            cuda.syncwarp()
+            to = out_b + u64(block.batch * b_batch + block.head * b_head)
+            store_b(mine, to, i64(0), b_step, row, own_rows, dv_left, lane)
+
     def backward(pointers, strides, sizes, factors):
-        a, b, _, _, out_a, out_b, stats, diagonals, lengths, masks, slopes = pointers
-        own_rows, other_rows, d_left, dv_left, heads, left, right, stat_rows = sizes
-        scale_log2, scale, cap = factors
+        a, b, stats = pointers[0], pointers[1], pointers[6]
+        a_batch, a_head, a_step, b_batch, b_head, b_step = strides[:6]
+        _, _, d_left, dv_left, heads, _, _, stat_rows = sizes
+        call = Call(pointers, strides, sizes, factors)
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = i32(thread & 31), i32(thread >> 5)
-        head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
         sa = ptx.shared_address(shared)
         sb = sa + u32(a_size)
         sc = sb + u32(b_size)
         se = sc + u32(stages * c_size)
         st = se + u32(stages * e_size)
-        a = a + u64(batch * strides[0] + head * strides[1])
-        b = b + u64(batch * strides[3] + head * strides[4])
-        row_step, column_step = (
-            (strides[21], strides[20]) if of_keys else (strides[20], strides[21])
-        )
-
-        # row r attends to the columns from r + offset - before to r + offset + after
-        keys = ptx.load_global_s32(lengths + u64(batch * 4))
-        diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
-        offset, before, after = (
-            (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
+        block = find_block(pointers, sizes)
+        head, batch, own_left, other_left = (
+            block.head,
+            block.batch,
+            block.own_left,
+            block.other_left,
         )
         head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
         first = i32(row_block() * rows)  # without the cast this is int64: two registers
-        first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
-        # every row attends to columns whole_low <= i < whole_high
-        whole_low = i32(0)
-        whole_high = other_left
-        if band:
-            low, high = i32(first + offset), i32(min(first + rows, own_left) - 1 + offset)
-            first_tile = i32(max(low - before, 0) // columns)
-            tiles = i32(min(tiles, (max(high + after + 1, 0) + columns - 1) // columns))
-            whole_low = i32(max(high - before, 0))
-            whole_high = i32(min(other_left, low + after + 1))
-        if of_keys and first >= own_left:
-            tiles = first_tile
-
+        first_tile, tiles, whole_low, whole_high = find_columns(block, first)
         row0 = i32(first + warp * 16 + (lane >> 2))  # of the two that this thread holds, 8 apart
-        lse0, lse1, delta0, delta1 = f32(0), f32(0), f32(0), f32(0)
-        if not of_keys:  # the statistics' rows are padded to whole blocks
-            at = stats + u64(((batch * heads + head) * stat_rows + row0) * 8)
-            lse0, delta0 = ptx.load_global_f32(at), ptx.load_global_f32(at + u64(4))
-            lse1, delta1 = ptx.load_global_f32(at + u64(64)), ptx.load_global_f32(at + u64(68))
+        statistics = find_statistics(stats, block, row0, heads, stat_rows)
 
-        load_a(sa, a + u64(first) * u64(strides[2]), strides[2], own_left - first, d_left, thread)
+        a = a + u64(batch * a_batch + head * a_head) + u64(first) * u64(a_step)
+        load_a(sa, a, a_step, own_left - first, d_left, thread)
         if want_a:
-            load_b(
-                sb, b + u64(first) * u64(strides[5]), strides[5], own_left - first, dv_left, thread
-            )
+            b = b + u64(batch * b_batch + head * b_head) + u64(first) * u64(b_step)
+            load_b(sb, b, b_step, own_left - first, dv_left, thread)
         tile, other_head = first_tile, i32(0) if first_tile < tiles else i32(heads_of_other)
         if not turing:
             if other_head < heads_of_other:
-                move(
-                    sc,
-                    i32(0),
-                    pointers,
-                    strides,
-                    sizes,
-                    i32(tile * columns),
-                    other_left,
-                    head_of_other,
-                    batch,
-                    thread,
-                )
+                start = i32(tile * columns)
+                move(sc, i32(0), call, start, other_left, head_of_other, batch, thread)
             ptx.cp_async_commit()
             wait_all()
         cuda.syncthreads()
@@ -223,12 +401,11 @@ def flash_backward(
         g = cuda.local.array(n_s, f32)  # gradient of the weights, then of the scores
         sum_a = cuda.local.array(n_a, f32)
         sum_b = cuda.local.array(n_b, f32)
-        four = cuda.local.array(4, u32)
+        low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
         for i in range(n_a):
             sum_a[i] = f32(0)
         for i in range(n_b):
             sum_b[i] = f32(0)
-        # addresses of this lane, as `products` takes them: own rows, other rows, other rows turned
         own = i32(warp * 16 + (lane & 15))
         a_at, a_chunk = sa + u32(own * d_bytes), u32((lane >> 4) ^ ((own >> shift_a) & xor_a))
         b_at, b_chunk = (
@@ -236,12 +413,7 @@ def flash_backward(
             if alike
             else (sb + u32(own * dv_bytes), u32((lane >> 4) ^ ((own >> shift_b) & xor_b)))
         )
-        other = ((lane >> 4) << 3) + (lane & 7)
-        c_chunk = u32(((lane >> 3) & 1) ^ ((other >> shift_a) & xor_a))
-        e_chunk = u32(((lane >> 3) & 1) ^ ((other >> shift_b) & xor_b))
-        turned = lane & 15
-        c_turned = u32((lane >> 4) ^ ((turned >> shift_a) & xor_a))
-        e_turned = u32((lane >> 4) ^ ((turned >> shift_b) & xor_b))
+        other = find_other(lane)
         for step in range(a_steps):
             read_a(af, step * 4, a_at, a_chunk, 2 * step, 0)
         if want_a:
@@ -265,36 +437,16 @@ def flash_backward(
                 else (thread, batch, head_of_other)
             )
             if turing:
-                move(
-                    sc,
-                    i32(0),
-                    pointers,
-                    strides,
-                    sizes,
-                    start,
-                    other_left,
-                    i32(begin + other_head),
-                    entry,
-                    mover,
-                )
+                begin = i32(begin + other_head)
+                move(sc, i32(0), call, start, other_left, begin, entry, mover)
                 cuda.syncthreads()
             else:
                 wait_all()
                 # everyone's part of this tile is there, and the last tile is done with
                 cuda.syncthreads()
                 if ahead_head < heads_of_other:
-                    move(
-                        sc,
-                        i32(stage ^ 1),
-                        pointers,
-                        strides,
-                        sizes,
-                        i32(ahead * columns),
-                        other_left,
-                        i32(begin + ahead_head),
-                        entry,
-                        mover,
-                    )
+                    next_start, begin = i32(ahead * columns), i32(begin + ahead_head)
+                    move(sc, i32(stage ^ 1), call, next_start, other_left, begin, entry, mover)
                 ptx.cp_async_commit()
             c_tile, e_tile = sc + u32(stage * c_size), se + u32(stage * e_size)
             stat_at = st + u32(stage * stat_size) + u32((lane & 3) * 16)
@@ -306,101 +458,28 @@ def flash_backward(
             while part < end:
                 c_at = c_tile + u32(part * d_bytes)
                 e_at = c_at if alike else e_tile + u32(part * dv_bytes)
-                mask_row, quad = (ptx.fresh(row0), ptx.fresh(lane)) if has_mask else (row0, lane)
-                scores(s, af, a_at, a_chunk, c_at + u32(other * d_bytes), c_chunk)
+                row, quad = (ptx.fresh(row0), ptx.fresh(lane)) if has_mask else (row0, lane)
+                scores(s, af, a_at, a_chunk, c_at + u32(other.row * d_bytes), other.c_chunk)
                 if want_a:
-                    products(g, bf, b_at, b_chunk, e_at + u32(other * dv_bytes), e_chunk)
+                    products(g, bf, b_at, b_chunk, e_at + u32(other.row * dv_bytes), other.e_chunk)
                 # a warp whose rows attend to nothing here continues; and what a mask needs is not
                 # computed before the branch, where all registers hold what the products read
-                attends = True
-                if has_mask:
-                    lead = i32(mask_row - (lane >> 2))  # the warp's first row
-                    attends = lead < own_left
-                    if band:
-                        attends = (
-                            attends
-                            and i32(start + part + chunk + before) > i32(lead + offset)
-                            and (i32(start + part) <= i32(lead + 15 + offset + after))
-                        )
-                if attends:
-                    column0 = i32(start + part + 2 * (quad & 3))
-                    low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
-                    for r in range(2):
-                        row = i32(mask_row + 8 * r)
-                        low[r], high[r] = i32(0), other_left
-                        if band:
-                            low[r], high[r] = (
-                                i32(row + offset - before),
-                                i32(min(other_left, i32(row + offset + after + 1))),
-                            )
-                        if has_mask and row >= own_left:
-                            high[r] = i32(0)
-                    if has_mask:
-                        upper = ptx.fresh_address(
-                            masks
-                            + u64(
-                                ptx.fresh(batch) * strides[18]
-                                + ptx.fresh(query_head) * strides[19]
-                                + mask_row * row_step
-                                + column0 * column_step
-                            )
-                        )
-                        lower = ptx.fresh_address(upper + u64(8 * row_step))
-                    if alibi:
-                        steep = (
-                            ptx.load_global_f32(slopes + u64((batch * heads + query_head) * 4))
-                            * LOG2E
-                        )
-                    for n in range(tiles_of_8):
-                        if of_keys:
-                            ptx.load_shared_v4(four, 0, stat_at + u32((part + 8 * n) * 8))
-                        for i in range(4):
-                            if of_keys:
-                                lse = ptx.from_bits(four[2 if i & 1 else 0])
-                                delta = ptx.from_bits(four[3 if i & 1 else 1])
-                            else:
-                                lse, delta = lse1 if i > 1 else lse0, delta1 if i > 1 else delta0
-                            row = i32(mask_row + (8 if i > 1 else 0))
-                            column = i32(column0 + 8 * n + (i & 1))
-                            query, key = (column, row) if of_keys else (row, column)
-                            x, slope, seen = s[4 * n + i], f32(1), True
-                            if transform:
-                                x = x * scale_log2  # in units of log2
-                                if softcap:
-                                    t = tanh_accurate(ptx.div(x, cap))
-                                    x, slope = cap * t, f32(1) - t * t
-                                if alibi:
-                                    x -= steep * ptx.to_float(i32(abs(query + diagonal - key)))
-                            if has_mask:
-                                seen = column >= low[i >> 1] and column < high[i >> 1]
-                                if seen:
-                                    at = (lower if i > 1 else upper) + u64(
-                                        (8 * n + (i & 1)) * column_step
-                                    )
-                                    if float_mask:
-                                        bias = ptx.load_global_f32(at)
-                                        seen = bias != NEG_INF
-                                        x += bias * LOG2E
-                                    else:
-                                        seen = ptx.load_global_u8(at) != u32(0)
-                            p = ptx.ex2(x - lse if transform else ptx.fma(x, scale_log2, -lse))
-                            if want_a:
-                                ds = p * (g[4 * n + i] - delta)
-                                if softcap:
-                                    ds *= slope
-                                g[4 * n + i] = ds if seen else f32(0)
-                            s[4 * n + i] = p if seen else f32(0)
+                column = i32(start + part)
+                if not has_mask or warp_attends(block, i32(row - (lane >> 2)), column):
+                    column0 = i32(column + 2 * (quad & 3))
+                    find_bounds(low, high, block, row)
+                    at = stat_at + u32(part * 8)
+                    weigh_part(
+                        s, g, low, high, block, query_head, statistics, at, row, column0, call
+                    )
                     if not has_mask and (start < whole_low or i32(start + columns) > whole_high):
-                        for n in range(tiles_of_8):
-                            for i in range(4):
-                                column = i32(column0 + 8 * n + (i & 1))
-                                if column < low[i >> 1] or column >= high[i >> 1]:
-                                    s[4 * n + i] = f32(0)
-                                    g[4 * n + i] = f32(0)
+                        hide(s, g, low, high, column0)
                     if want_b:
-                        add_b(sum_b, s, e_at + u32(turned * dv_bytes), e_turned)
+                        e_rows = e_at + u32(other.transposed * dv_bytes)
+                        add_b(sum_b, s, e_rows, other.e_transposed)
                     if want_a:
-                        add_a(sum_a, g, c_at + u32(turned * d_bytes), c_turned)
+                        c_rows = c_at + u32(other.transposed * d_bytes)
+                        add_a(sum_a, g, c_rows, other.c_transposed)
                 part = i32(part + chunk)
             if turing:
                 cuda.syncthreads()
@@ -408,38 +487,7 @@ def flash_backward(
                 stage = i32(stage ^ 1)
             tile, other_head = ahead, ahead_head
 
-        # through this warp's own part of its tile, so that memory is written 16 bytes at a time
-        cuda.syncwarp()
-        live0 = f32(1) if row0 < own_left else f32(0)
-        live1 = f32(1) if row0 + 8 < own_left else f32(0)
-        if want_a:
-            mine = sa + u32(warp * 16 * d_bytes)
-            stage_a(sum_a, mine, scale * live0, scale * live1, lane)
-            cuda.syncwarp()
-            store_a(
-                mine,
-                out_a + u64(batch * strides[12] + head * strides[13]),
-                i64(0),
-                strides[14],
-                first + warp * 16,
-                own_rows,
-                d_left,
-                lane,
-            )
-        if want_b:
-            mine = sb + u32(warp * 16 * dv_bytes)
-            stage_b(sum_b, mine, live0, live1, lane)
-            cuda.syncwarp()
-            store_b(
-                mine,
-                out_b + u64(batch * strides[15] + head * strides[16]),
-                i64(0),
-                strides[17],
-                first + warp * 16,
-                own_rows,
-                dv_left,
-                lane,
-            )
+        store_sums(sum_a, sum_b, sa, sb, call, block, first, warp, lane)
 
     return Source(
         backward, SIGNATURE, threads, a_size + b_size + stages * (c_size + e_size + stat_size)

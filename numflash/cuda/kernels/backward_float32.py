@@ -13,15 +13,15 @@ from typing import Any
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .flash_float import LOG2E
 from .flash_float32 import WARPS, warp_sum
 from .pieces import NEG_INF
-from .scores import tanh_accurate
+from .scores import LOG2E, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
-# pointers: q, k, v, dO, O, LSE, sum_a, sum_b, diagonal, key_lengths, mask, bias, slopes strides in
-# bytes of the mask, then of the bias;  sizes: queries, keys, d, dv, query heads, left, right
+# pointers: q, k, v, dO, O, LSE, sum_a, sum_b, diagonal, key_lengths, mask, bias, slopes
+# strides in bytes of the mask, then of the bias: batch, head, query, key
+# sizes: queries, keys, d, dv, query heads, left, right
 # factors: scale * log2(e), scale, softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, 13), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 3)

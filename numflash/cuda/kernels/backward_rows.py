@@ -10,15 +10,16 @@ import math
 from ..compile import Source
 from ..compile.target import cuda, types
 from ..instructions import ptx
-from .flash_float import LOG2E
 from .pieces import NEG_INF
+from .scores import LOG2E
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LANES, ROWS = 8, 16  # lanes per row, rows per block
 INFINITE, NAN = f32(math.inf), f32(math.nan)
 
-# pointers: dO, O, LSE (B, H, L), statistics (B, H, padded L, 2);  strides in bytes: batch, head,
-# row of dO and O sizes: queries, bytes per row, query heads, padded L
+# pointers: dO, O, LSE (B, H, L), statistics (B, H, padded L, 2)
+# strides in bytes: batch, head, row of dO and O
+# sizes: queries, bytes per row, query heads, padded L
 SIGNATURE = types.void(types.UniTuple(u64, 4), types.UniTuple(i64, 6), types.UniTuple(i32, 4))
 
 

@@ -31,12 +31,10 @@ NAN, LARGEST = f32(math.nan), f32(3.4028234663852886e38)
 BLOCK = 128
 
 # pointers: key (B, Hkv, n, D), value (B, Hkv, n, Dv), counts (B), table, lengths (B), tickets (B),
-# k, v, scales, offset (B, Hkv, D)
-#           float32
-# bytes: of a page of K, V and scales, over all heads, and of one head in it sizes: n, KV heads, D,
-# Dv, elements of a stored key, of a stored value, pages of a sequence, log2 of the slots of a page,
-# sinks,
-#        ring
+# k, v, scales, offset (B, Hkv, D) float32
+# bytes: of a page over all heads and of one head in it: of K, then of V, then of the scales
+# sizes: n, KV heads, D, Dv, elements of a stored key, of a stored value, pages of a sequence, log2
+# of the slots of a page, sinks, ring
 SIGNATURE = types.void(types.UniTuple(u64, 10), types.UniTuple(i64, 6), types.UniTuple(i32, 10))
 
 
@@ -269,9 +267,8 @@ def decode_append(
         cuda.syncthreads()
         if thread == 0:
             blocks = i32(cuda.gridDim.x * cuda.gridDim.y)
-            if (
-                ptx.atomic_add(tickets + u64(b * 4), i32(1)) == blocks - 1
-            ):  # all others have read the length
+            # the last block: all others have read the length
+            if ptx.atomic_add(tickets + u64(b * 4), i32(1)) == blocks - 1:
                 ptx.atomic_add(tickets + u64(b * 4), -blocks)
                 ptx.atomic_add(lengths + u64(b * 4), count)
 

@@ -18,26 +18,33 @@ from .scores import softcap_exact
 i32, u64, f32 = types.int32, types.uint64, types.float32
 
 
+class Options(NamedTuple):
+    """The options of a call."""
+
+    shift: Any  # addresses
+    slopes: Any
+    mask: Any
+    cap: Any  # and its reciprocal
+    inverse: Any
+
+
 class Changes(NamedTuple):
     """The device functions of a decode kernel, with options or without.
 
-    unpack(given, numbers) -> addresses of shift, slopes and mask, the cap and its reciprocal,
-        which follow the kernel's own
+    unpack(given, numbers) -> Options, which follow the kernel's own arguments
     row(at, place) : the float32 of a row in an array of all rows, 0 where there is none
-    position(j, length, newest, sinks, ring_slots) : of the token in slot j
     allowed(mask, b, queries, row, ahead) : whether new token `row` attends to the token `ahead` of
         the first new one
-    score(x, shift, slope, away, cap, inverse) : a float score after the options
+    score(x, shift, slope, away, options) : a float score after the options
     """
 
     unpack: Any
     row: Any
-    position: Any
     allowed: Any
     score: Any
 
 
-def make_changes(changed: bool, ring: bool, pointers: int, factors: int) -> Changes:
+def make_changes(changed: bool, pointers: int, factors: int) -> Changes:
     """The functions of a kernel with options, or of one without.
 
     pointers, factors : how many the kernel has itself
@@ -48,23 +55,15 @@ def make_changes(changed: bool, ring: bool, pointers: int, factors: int) -> Chan
 
     @device_function
     def unpack(given, numbers):
-        return given[pointers], given[slopes], given[mask], numbers[factors], numbers[inverse]
+        return Options(
+            given[pointers], given[slopes], given[mask], numbers[factors], numbers[inverse]
+        )
 
     @device_function
     def row(at, place):
         found = f32(0)
         if at != u64(0):
             found = ptx.load_global_f32(at + u64(place) * u64(4))
-        return found
-
-    @device_function
-    def position(j, length, newest, sinks, ring_slots):
-        found = j
-        if ring and j >= sinks:
-            behind = newest - j
-            if behind < 0:
-                behind += ring_slots
-            found = length - 1 - behind
         return found
 
     @device_function
@@ -76,38 +75,34 @@ def make_changes(changed: bool, ring: bool, pointers: int, factors: int) -> Chan
         return seen
 
     @device_function
-    def score(x, shift, slope, away, cap, inverse):
-        if cap > f32(0):
-            x = softcap_exact(ptx.add(ptx.mul(x, inverse), shift), cap)
+    def score(x, shift, slope, away, options):
+        if options.cap > f32(0):
+            x = softcap_exact(ptx.add(ptx.mul(x, options.inverse), shift), options.cap)
         if slope != f32(0):
             x = ptx.sub(x, ptx.mul(slope, ptx.to_float(i32(abs(away)))))
         return x
 
-    return Changes(unpack, row, position, allowed, score)
+    return Changes(unpack, row, allowed, score)
 
 
 def _nothing() -> Changes:
     @device_function
     def unpack(given, numbers):
-        return u64(0), u64(0), u64(0), f32(0), f32(0)
+        return Options(u64(0), u64(0), u64(0), f32(0), f32(0))
 
     @device_function
     def row(at, place):
         return f32(0)
 
     @device_function
-    def position(j, length, newest, sinks, ring_slots):
-        return j
-
-    @device_function
     def allowed(mask, b, queries, row, ahead):
         return True
 
     @device_function
-    def score(x, shift, slope, away, cap, inverse):
+    def score(x, shift, slope, away, options):
         return x
 
-    return Changes(unpack, row, position, allowed, score)
+    return Changes(unpack, row, allowed, score)
 
 
 def extended(signature: Any) -> Any:

@@ -16,8 +16,9 @@ from .int8_softmax import power
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 
-# pointers: partial outputs, m and l of all tasks, out (B, Hkv, rows, Dv) float32, m and l (B, Hkv,
-# rows) float32 sizes: rows, splits, Dv
+# pointers: partial outputs, m and l of all tasks; out (B, Hkv, rows, Dv), m and l (B, Hkv, rows);
+# float32
+# sizes: rows, splits, Dv
 SIGNATURE = types.void(types.UniTuple(u64, 6), types.UniTuple(i32, 3))
 
 

@@ -17,44 +17,232 @@ which the weights are exact does its split once more with the running maximum.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 from ..compile import Source
-from ..compile.target import cuda, types
+from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .decode_changes import extended, make_changes
+from .decode_changes import Changes, extended, make_changes
 from .decode_pieces import (
     NOTHING,
     THREADS,
     WARPS,
-    Pages,
     Results,
-    Tokens,
     make_load_keys,
-    make_part_of,
     make_query_rows,
     make_store,
-    remainder,
-    visible,
+)
+from .decode_task import (
+    Rows,
+    make_attends,
+    make_find_lane,
+    make_find_rows,
+    make_find_task,
+    make_layout,
+    make_position,
 )
 from .pieces import NEG_INF, quad_max, quad_sum, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BLOCK_K = 64  # keys of a tile: 16 per warp
+P_ROW = 2 * BLOCK_K  # bytes of a row of weights
 HUGE = f32(2.0**121)  # float32 does not hold sums of such scores
 # octaves around the constant that float16 weights hold with 11 bits
 UNIFIED_ABOVE = f32(15)
 UNIFIED_BELOW = f32(10)
 NAN = f32(math.nan)
 
-# pointers: q (B, Hkv, rows, D) float32, k, v, table, lengths, out, m, l bytes: of a page of K and
-# of V, over all heads, and of one head in it sizes: new tokens, rows, KV heads, splits, D, Dv,
-# bytes of a stored key, of a stored value, pages of a sequence in the table,
-#        log2 of the slots of a page, window, sinks, ring
+# pointers: q (B, Hkv, rows, D) float32, k, v, table, lengths, out, m, l
+# bytes: of a page over all heads and of one head in it: of K, then of V
+# sizes: new tokens, rows, KV heads, splits, D, Dv, bytes of a stored key, of a stored value, pages
+# of a sequence in the table, log2 of the slots of a page, window, sinks, ring
 # factors: scale * log2(e), the unified maximum in octaves
 # with options more pointers and factors: as in `decode_int8`
 SIGNATURE = types.void(
     types.UniTuple(u64, 8), types.UniTuple(i64, 4), types.UniTuple(i32, 13), types.UniTuple(f32, 2)
 )
+
+
+class State(NamedTuple):
+    """The online softmax of a thread's rows: local arrays."""
+
+    m: Any  # the maximum that weights are relative to
+    l: Any
+    alpha: Any  # what the sums so far are multiplied by
+    top: Any  # the largest score so far, where `m` is the unified maximum
+
+
+def make_multiply_keys(d: int, row_tiles: int, keep: bool, mma: Any) -> tuple[Any, Any]:
+    """(load_queries, multiply_keys): S = Q . K^T of a warp's 16 keys.
+
+    load_queries(qf, at: Lane), multiply_keys(s, qf, at): `qf` holds all fragments of the rows if
+    they are to be kept in registers, else it is room for one.
+    """
+    k_steps, n_s, row_bytes = d // 16, 8 * row_tiles, 2 * d
+
+    @device_function
+    def load_queries(qf, at):
+        if keep:
+            for step in range(k_steps):
+                ptx.ldmatrix(qf, 4 * step, at.q + ((at.q_chunk ^ u32(2 * step)) << u32(4)))
+
+    @device_function
+    def multiply_keys(s, qf, at):
+        kb = cuda.local.array(4, u32)
+        for i in range(n_s):
+            s[i] = f32(0)
+        for step in range(k_steps):
+            ptx.ldmatrix(kb, 0, at.k + ((at.k_chunk ^ u32(2 * step)) << u32(4)))
+            for t in range(row_tiles):
+                qi = 4 * step if keep else 0
+                if not keep:
+                    at_q = at.q + u32(16 * t * row_bytes)
+                    ptx.ldmatrix(qf, 0, at_q + ((at.q_chunk ^ u32(2 * step)) << u32(4)))
+                mma(s, 8 * t, qf, qi, kb, 0)
+                mma(s, 8 * t + 4, qf, qi, kb, 2)
+
+    return load_queries, multiply_keys
+
+
+def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes) -> Any:
+    """score_rows(s, state, constant, rows, maxima, start, task, tokens, options, warp, lane).
+
+    Scores in octaves, masked keys -inf, what float32 does not hold NaN; the largest of each row
+    over this warp's keys to `maxima`, or with a `constant` maximum to `state.top`.
+    """
+    n_rows, tile_rows = 2 * row_tiles, 16 * row_tiles
+    position_of, attends = make_position(ring), make_attends(ring, changes.allowed)
+    changed_score = changes.score
+    new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
+
+    @device_function
+    def score_rows(s, state, constant, rows, maxima, start, task, tokens, options, warp, lane):
+        whole = not ring and start + BLOCK_K <= min(task.stop, rows.first + new_is_whole)
+        for i in range(n_rows):
+            largest = NOTHING
+            for n in range(2):
+                for e in range(2):
+                    at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1) + e
+                    j = start + 16 * warp + 8 * n + 2 * (lane & 3) + e
+                    x = s[at_s] * rows.factor[i]
+                    fits = abs(x) < HUGE
+                    position = position_of(j, tokens)
+                    away = rows.position[i] - position
+                    x = changed_score(x, rows.shift[i], rows.slope[i], away, options)
+                    if not fits:
+                        x = NAN
+                    if not whole and not attends(i, j, position, rows, task, tokens, options.mask):
+                        x = NEG_INF
+                    s[at_s] = x
+                    largest = ptx.fmax(largest, x)
+            if constant:
+                state.top[i] = ptx.fmax(state.top[i], largest)
+            else:
+                largest = quad_max(largest)
+                if lane & 3 == 0:
+                    place = warp * tile_rows + (lane >> 2) + 8 * i
+                    ptx.store_shared_f32(maxima + u32(place * 4), largest)
+
+    return score_rows
+
+
+def make_weigh(row_tiles: int, pack: Any) -> Any:
+    """weigh(s, state, constant, memory, warp, lane): weights and their sums to shared memory."""
+    n_rows, tile_rows = 2 * row_tiles, 16 * row_tiles
+
+    @device_function
+    def weigh(s, state, constant, memory, warp, lane):
+        for i in range(n_rows):
+            r = (lane >> 2) + 8 * i
+            state.alpha[i] = f32(1)
+            if not constant:
+                largest = state.m[i]
+                for w in range(WARPS):
+                    at = memory.maxima + u32((w * tile_rows + r) * 4)
+                    largest = ptx.fmax(largest, ptx.load_shared_f32(at))
+                state.alpha[i] = ptx.ex2(state.m[i] - largest)
+                state.m[i] = largest
+            total = f32(0)
+            for n in range(2):
+                at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1)
+                p0, p1 = ptx.ex2(s[at_s] - state.m[i]), ptx.ex2(s[at_s + 1] - state.m[i])
+                total += p0 + p1
+                chunk = u32((2 * warp + n) ^ (r & 7))
+                at_p = memory.p + u32(r * P_ROW) + (chunk << u32(4)) + u32(4 * (lane & 3))
+                ptx.store_shared(at_p, pack(p0, p1))
+            total = quad_sum(total)
+            if lane & 3 == 0:
+                ptx.store_shared_f32(memory.sums + u32((warp * tile_rows + r) * 4), total)
+
+    return weigh
+
+
+def make_add_values(dv: int, row_tiles: int, mma: Any) -> Any:
+    """add_values(o, state, at: Lane, memory, warp, lane).
+
+    l = l * alpha + the sum of P, O = O * alpha + P . V for this warp's channels.
+    """
+    n_rows, n_p, tile_rows = 2 * row_tiles, 8 * row_tiles, 16 * row_tiles
+    value_tiles, row_bytes = dv // 8 // WARPS, 2 * dv
+    shift, xor = swizzle_of(row_bytes)
+
+    @device_function
+    def add_values(o, state, at, memory, warp, lane):
+        p = cuda.local.array(n_p, u32)
+        vb = cuda.local.array(4, u32)
+        for i in range(n_rows):
+            total = f32(0)
+            for w in range(WARPS):
+                place = w * tile_rows + (lane >> 2) + 8 * i
+                total += ptx.load_shared_f32(memory.sums + u32(place * 4))
+            state.l[i] = state.l[i] * state.alpha[i] + total
+        for t in range(row_tiles):
+            for n in range(value_tiles):
+                for e in range(4):
+                    o[4 * (t * value_tiles + n) + e] *= state.alpha[2 * t + (e >> 1)]
+        for half in range(2):  # 32 keys
+            for t in range(row_tiles):
+                for step in range(2):
+                    at_p = at.p + u32(16 * t * P_ROW)
+                    chunk = at.p_chunk ^ u32(4 * half + 2 * step)
+                    ptx.ldmatrix(p, 8 * t + 4 * step, at_p + (chunk << u32(4)))
+            row = 32 * half + lane
+            at_v = memory.v + u32(row * row_bytes)
+            for n in range(value_tiles):
+                chunk = u32((warp * value_tiles + n) ^ ((row >> shift) & xor))
+                ptx.ldmatrix_trans(vb, 0, at_v + (chunk << u32(4)))
+                for t in range(row_tiles):
+                    for step in range(2):
+                        mma(o, 4 * (t * value_tiles + n), p, 8 * t + 4 * step, vb, 2 * step)
+
+    return add_values
+
+
+def make_overflows(n_rows: int) -> Any:
+    """overflows(top, phi, maxima, warp, lane): whether a row of the block that attends to a key has
+    its largest beyond what weights relative to phi hold.
+    """
+
+    @device_function
+    def overflows(top, phi, maxima, warp, lane):
+        bad = f32(0)
+        for i in range(n_rows):
+            largest = quad_max(top[i])
+            if largest > phi + UNIFIED_ABOVE or (
+                largest > NOTHING and largest < phi - UNIFIED_BELOW
+            ):
+                bad = f32(1)
+        for n in range(3):  # over the eight rows of the warp's lanes; quads agree
+            bad = ptx.fmax(bad, ptx.shuffle_xor(bad, u32(4 << n)))
+        if lane == 0:
+            ptx.store_shared_f32(maxima + u32(warp * 4), bad)
+        cuda.syncthreads()
+        found = False
+        for w in range(WARPS):
+            found = found or ptx.load_shared_f32(maxima + u32(w * 4)) != f32(0)
+        return found
+
+    return overflows
 
 
 def decode_float(
@@ -81,119 +269,67 @@ def decode_float(
     turing : sm_75, without cp.async and with k8 products
     changed : with soft cap, ALiBi and a mask of the new tokens, see `decode_changes`
     """
-    block_k = BLOCK_K
-    k_steps, value_tiles, tile_rows = d // 16, dv // 8 // WARPS, 16 * row_tiles
+    value_tiles, tile_rows, n_rows = dv // 8 // WARPS, 16 * row_tiles, 2 * row_tiles
+    n_s, n_o = 8 * row_tiles, 4 * value_tiles * row_tiles
     d_bytes, dv_bytes = d * 2, dv * 2
-    n_s, n_o, n_p, n_rows = 8 * row_tiles, 4 * value_tiles * row_tiles, 8 * row_tiles, 2 * row_tiles
     keep_q = row_tiles == 1 and d <= 128  # Q's fragments stay in registers where there is room
-    n_qf = 4 * k_steps if keep_q else 4
-    shift_k, xor_k = swizzle_of(d_bytes)
-    shift_v, xor_v = swizzle_of(dv_bytes)
+    n_qf = d // 4 if keep_q else 4
     mma, pack = ptx.products(dtype, turing)
-    load_k, load_v = (make_load_keys(block_k, n, paged, not turing) for n in (d_bytes, dv_bytes))
+    load_k, load_v = (make_load_keys(BLOCK_K, n, paged, not turing) for n in (d_bytes, dv_bytes))
+    changes = make_changes(changed, 8, 2)
+    options_of = changes.unpack
+    find_task = make_find_task(tile_rows, paged, ring)
     query_rows = make_query_rows(d, 0, pack)(tile_rows)
-    part_of = make_part_of(tile_rows, ring)
+    find_rows = make_find_rows(n_rows, changes.row)
+    find_lane = make_find_lane(d_bytes, d_bytes, P_ROW, 16)
+    load_queries, multiply_keys = make_multiply_keys(d, row_tiles, keep_q, mma)
+    score_rows = make_score_rows(row_tiles, ring, changed, changes)
+    weigh, add_values = make_weigh(row_tiles, pack), make_add_values(dv, row_tiles, mma)
+    overflows = make_overflows(n_rows)
     store = make_store(row_tiles, value_tiles, direct, 1.0)
-    options_of, row_option, position_of, allowed, changed_score = make_changes(changed, ring, 8, 2)
-    new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
+    layout, shared_bytes = make_layout(
+        tile_rows * d_bytes, BLOCK_K * d_bytes, BLOCK_K * dv_bytes, tile_rows * P_ROW, 0, tile_rows
+    )
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
-    q_size, k_size, v_size = tile_rows * d_bytes, block_k * d_bytes, block_k * dv_bytes
-    p_size, row_size = tile_rows * 128, tile_rows * 4
 
-    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
-    # their own would all take as arguments.
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, tables, lengths, out, m_out, l_out = pointers[:8]
-        shift_at, slope_at, mask_at, cap, inverse = options_of(pointers, factors)
-        k_page, k_head, v_page, v_head = bytes_of
-        (
-            queries,
-            rows,
-            kv_heads,
-            splits,
-            channels,
-            columns,
-            k_row,
-            v_row,
-            width,
-            shift,
-            window,
-            sinks,
-            ring_slots,
-        ) = sizes
+        options = options_of(pointers, factors)
+        queries, row_count, _, _, channels, columns = sizes[:6]
         scale, phi = factors[:2]
-        shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
-        sq = ptx.shared_address(shared)
-        sk = sq + u32(q_size)
-        sv = sk + u32(k_size)
-        sp = sv + u32(v_size)
-        s_factor = sp + u32(p_size)
-        s_max = s_factor + u32(row_size)
-        s_sum = s_max + u32(WARPS * row_size)
-
-        task = i32(cuda.blockIdx.x)
-        b, g, head, first_row, length, newest, begin, stop = part_of(
-            task, rows, kv_heads, splits, lengths, sinks, ring_slots
-        )
-        k = k + u64(g) * u64(k_head)
-        v = v + u64(g) * u64(v_head)
-        table = tables + u64(b * width) * u64(4) if paged else u64(b)
-        keys = Pages(k, u64(k_page), table, shift, k_row)
-        values = Pages(v, u64(v_page), table, shift, v_row)
-        tokens = Tokens(length, newest, window, sinks, ring_slots)
-        if begin < stop:
-            load_k(sk, keys, begin, stop, thread)
+        shared = cuda.shared.array(0, u32)
+        memory = layout(ptx.shared_address(shared))
+        task, keys, values, tokens = find_task(k, v, tables, lengths, bytes_of, sizes)
+        if task.start < task.stop:
+            load_k(memory.k, keys, task.start, task.stop, thread)
             if not turing:
                 ptx.cp_async_commit()
-        query_rows(
-            sq,
-            s_factor,
-            q + u64(head) * u64(rows * channels * 4),
-            first_row,
-            rows,
-            channels,
-            scale,
-            warp,
-            lane,
-        )
+        query_rows(memory, q, task, row_count, channels, scale, warp, lane)
         cuda.syncthreads()
 
-        row_factor = cuda.local.array(n_rows, f32)
-        at = cuda.local.array(n_rows, i32)  # position of a row's token
-        token = cuda.local.array(n_rows, i32)  # the number of that token among the new ones
-        moved = cuda.local.array(n_rows, f32)
-        slope = cuda.local.array(n_rows, f32)
-        m = cuda.local.array(n_rows, f32)
-        l = cuda.local.array(n_rows, f32)
-        top = cuda.local.array(n_rows, f32)
-        alpha = cuda.local.array(n_rows, f32)
-        s = cuda.local.array(n_s, f32)
+        rows = Rows(
+            cuda.local.array(n_rows, f32),
+            cuda.local.array(n_rows, i32),
+            cuda.local.array(n_rows, i32),
+            cuda.local.array(n_rows, f32),
+            cuda.local.array(n_rows, f32),
+            queries,
+            tokens.length - queries,
+        )
+        find_rows(rows, memory.factors, task, tokens, row_count, options, lane)
+        state = State(
+            cuda.local.array(n_rows, f32),
+            cuda.local.array(n_rows, f32),
+            cuda.local.array(n_rows, f32),
+            cuda.local.array(n_rows, f32),
+        )
+        s = cuda.local.array(n_s, f32)  # scores of 16 keys
         o = cuda.local.array(n_o, f32)
         qf = cuda.local.array(n_qf, u32)
-        p = cuda.local.array(n_p, u32)
-        kb = cuda.local.array(4, u32)
-        for i in range(n_rows):
-            r = first_row + (lane >> 2) + 8 * i
-            row_factor[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
-            token[i] = remainder(r, queries)
-            at[i] = length - queries + token[i]
-            r = min(r, rows - 1)
-            moved[i] = row_option(shift_at, head * rows + r)
-            slope[i] = row_option(slope_at, g * rows + r)
-        low = length - queries  # the first position of any row
-        k_row_of = ((lane >> 4) << 3) + (lane & 7)
-        k_at = sk + u32((16 * warp + k_row_of) * d_bytes)
-        k_chunk = u32(((lane >> 3) & 1) ^ ((k_row_of >> shift_k) & xor_k))
-        a_row = lane & 15
-        q_chunk = u32((lane >> 4) ^ ((a_row >> shift_k) & xor_k))
-        p_chunk = u32((lane >> 4) ^ (a_row & 7))
-        if keep_q:
-            for step in range(k_steps):
-                ptx.ldmatrix(
-                    qf, 4 * step, sq + u32(a_row * d_bytes) + ((q_chunk ^ u32(2 * step)) << u32(4))
-                )
+        at = find_lane(memory, lane, warp)
+        load_queries(qf, at)
         constant = unified  # whether this pass takes phi for the maximum
         again = True
         while again:
@@ -201,170 +337,54 @@ def decode_float(
             for i in range(n_o):
                 o[i] = f32(0)
             for i in range(n_rows):
-                m[i], l[i], top[i] = phi if constant else NOTHING, f32(0), NOTHING
-            start = begin
-            while start < stop:
+                state.m[i], state.l[i], state.top[i] = phi if constant else NOTHING, f32(0), NOTHING
+            start = task.start
+            while start < task.stop:
                 if not turing:
                     wait_all()
                 # the keys are there, and everyone is done with the last values and weights
                 cuda.syncthreads()
-                load_v(sv, values, start, stop, thread)
+                load_v(memory.v, values, start, task.stop, thread)
                 if not turing:
                     ptx.cp_async_commit()
-
-                # S = Q . K^T of this warp's 16 keys
-                for i in range(n_s):
-                    s[i] = f32(0)
-                for step in range(k_steps):
-                    ptx.ldmatrix(kb, 0, k_at + ((k_chunk ^ u32(2 * step)) << u32(4)))
-                    for t in range(row_tiles):
-                        qi = 4 * step if keep_q else 0
-                        if not keep_q:
-                            ptx.ldmatrix(
-                                qf,
-                                0,
-                                sq
-                                + u32((16 * t + a_row) * d_bytes)
-                                + ((q_chunk ^ u32(2 * step)) << u32(4)),
-                            )
-                        mma(s, 8 * t, qf, qi, kb, 0)
-                        mma(s, 8 * t + 4, qf, qi, kb, 2)
-
-                # in octaves, masked keys -inf, what float32 does not hold NaN; the largest of each
-                # row over this warp's keys
-                whole = not ring and start + block_k <= min(stop, low + new_is_whole)
-                for i in range(n_rows):
-                    largest = NOTHING
-                    for n in range(2):
-                        for e in range(2):
-                            at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1) + e
-                            j = start + 16 * warp + 8 * n + 2 * (lane & 3) + e
-                            x = s[at_s] * row_factor[i]
-                            fits = abs(x) < HUGE
-                            position = position_of(j, length, newest, sinks, ring_slots)
-                            away = at[i] - position
-                            x = changed_score(x, moved[i], slope[i], away, cap, inverse)
-                            if not fits:
-                                x = NAN
-                            if not whole and not (
-                                visible(j, stop, at[i], tokens, ring)
-                                and allowed(mask_at, b, queries, token[i], position - low)
-                            ):
-                                x = NEG_INF
-                            s[at_s] = x
-                            largest = ptx.fmax(largest, x)
-                    if constant:
-                        top[i] = ptx.fmax(top[i], largest)
-                    else:
-                        largest = quad_max(largest)
-                        if lane & 3 == 0:
-                            ptx.store_shared_f32(
-                                s_max + u32((warp * tile_rows + (lane >> 2) + 8 * i) * 4), largest
-                            )
+                multiply_keys(s, qf, at)
+                score_rows(
+                    s,
+                    state,
+                    constant,
+                    rows,
+                    memory.maxima,
+                    start,
+                    task,
+                    tokens,
+                    options,
+                    warp,
+                    lane,
+                )
                 cuda.syncthreads()  # everyone is done with these keys
-                if start + block_k < stop:
-                    load_k(sk, keys, start + block_k, stop, thread)
+                if start + BLOCK_K < task.stop:
+                    load_k(memory.k, keys, start + BLOCK_K, task.stop, thread)
                 if not turing:
                     ptx.cp_async_commit()
-
-                # weights and their sums
-                for i in range(n_rows):
-                    alpha[i] = f32(1)
-                    if not constant:
-                        largest = m[i]
-                        for w in range(WARPS):
-                            largest = ptx.fmax(
-                                largest,
-                                ptx.load_shared_f32(
-                                    s_max + u32((w * tile_rows + (lane >> 2) + 8 * i) * 4)
-                                ),
-                            )
-                        alpha[i] = ptx.ex2(m[i] - largest)
-                        m[i] = largest
-                    total = f32(0)
-                    r = (lane >> 2) + 8 * i
-                    for n in range(2):
-                        at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1)
-                        p0, p1 = ptx.ex2(s[at_s] - m[i]), ptx.ex2(s[at_s + 1] - m[i])
-                        total += p0 + p1
-                        chunk = u32((2 * warp + n) ^ (r & 7))
-                        ptx.store_shared(
-                            sp + u32(r * 128) + (chunk << u32(4)) + u32(4 * (lane & 3)),
-                            pack(p0, p1),
-                        )
-                    total = quad_sum(total)
-                    if lane & 3 == 0:
-                        ptx.store_shared_f32(s_sum + u32((warp * tile_rows + r) * 4), total)
+                weigh(s, state, constant, memory, warp, lane)
                 if not turing:
                     wait_but_one()
                 cuda.syncthreads()  # values and weights are there
-
-                for i in range(n_rows):
-                    r = (lane >> 2) + 8 * i
-                    total = f32(0)
-                    for w in range(WARPS):
-                        total += ptx.load_shared_f32(s_sum + u32((w * tile_rows + r) * 4))
-                    l[i] = l[i] * alpha[i] + total
-
-                # O = O * alpha + P . V for this warp's channels
-                for t in range(row_tiles):
-                    for n in range(value_tiles):
-                        for e in range(2):
-                            o[4 * (t * value_tiles + n) + e] *= alpha[2 * t]
-                            o[4 * (t * value_tiles + n) + 2 + e] *= alpha[2 * t + 1]
-                for half in range(2):  # 32 keys
-                    for t in range(row_tiles):
-                        for step in range(2):
-                            ptx.ldmatrix(
-                                p,
-                                8 * t + 4 * step,
-                                sp
-                                + u32((16 * t + a_row) * 128)
-                                + ((p_chunk ^ u32(4 * half + 2 * step)) << u32(4)),
-                            )
-                    v_row_of = 32 * half + lane
-                    v_xor = (v_row_of >> shift_v) & xor_v
-                    for n in range(value_tiles):
-                        ptx.ldmatrix_trans(
-                            kb,
-                            0,
-                            sv
-                            + u32(v_row_of * dv_bytes)
-                            + (u32((warp * value_tiles + n) ^ v_xor) << u32(4)),
-                        )
-                        for t in range(row_tiles):
-                            for step in range(2):
-                                at_o = 4 * (t * value_tiles + n)
-                                mma(o, at_o, p, 8 * t + 4 * step, kb, 2 * step)
-                start += block_k
+                add_values(o, state, at, memory, warp, lane)
+                start += BLOCK_K
 
             if constant:
-                # overflow test: every row that attends to a key has its largest within what weights
-                # relative to phi hold
-                bad = f32(0)
-                for i in range(n_rows):
-                    largest = quad_max(top[i])
-                    if largest > phi + UNIFIED_ABOVE or (
-                        largest > NOTHING and largest < phi - UNIFIED_BELOW
-                    ):
-                        bad = f32(1)
-                for n in range(3):  # over the eight rows of the warp's lanes; quads agree
-                    bad = ptx.fmax(bad, ptx.shuffle_xor(bad, u32(4 << n)))
-                if lane == 0:
-                    ptx.store_shared_f32(s_max + u32(warp * 4), bad)
-                cuda.syncthreads()
-                for w in range(WARPS):
-                    again = again or ptx.load_shared_f32(s_max + u32(w * 4)) != f32(0)
                 constant = False
+                again = overflows(state.top, phi, memory.maxima, warp, lane)
                 if again:
-                    load_k(sk, keys, begin, stop, thread)
+                    load_k(memory.k, keys, task.start, task.stop, thread)
                     if not turing:
                         ptx.cp_async_commit()
 
         # addresses of results are computed here, not kept in registers during the loop
-        head, first_row = ptx.fresh(head), ptx.fresh(first_row)
-        results = Results(out, m_out, l_out, task, head, first_row, rows, columns)
-        store(results, o, m, l, warp, lane)
+        head, first_row = ptx.fresh(task.head), ptx.fresh(task.first_row)
+        results = Results(out, m_out, l_out, task.number, head, first_row, row_count, columns)
+        store(results, o, state.m, state.l, warp, lane)
 
     # three blocks to a multiprocessor keep more bytes on their way; with wider heads the registers
     # would spill
@@ -373,6 +393,6 @@ def decode_float(
         decode,
         extended(SIGNATURE) if changed else SIGNATURE,
         THREADS,
-        q_size + k_size + v_size + p_size + (1 + 2 * WARPS) * row_size,
+        shared_bytes,
         blocks=blocks,
     )

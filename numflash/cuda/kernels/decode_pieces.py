@@ -1,6 +1,6 @@
 """What the decode kernels share.
 
-A cache's tiles on their way to shared memory, query rows, and which slots a row attends to.
+A cache's tiles on their way to shared memory, query rows on theirs, and the results' way back.
 
 A block works on one KV head, one tile of query rows (the heads of its group times the new tokens,
 16 to 64 rows) and one split of the keys. Its four warps divide the keys of a tile among them for
@@ -15,7 +15,6 @@ import math
 from typing import Any, NamedTuple
 
 from ...numerics.fixedpoint import CODE_QUERY_ONE, KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
-from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .pieces import make_copy, swizzle_of
@@ -44,40 +43,6 @@ def divided(a, b):
 def remainder(a, b):
     """a % b for int32 that are not negative."""
     return i32(ptx.urem(u32(a), u32(b)))
-
-
-def make_part_of(tile_rows: int, ring: bool) -> Any:
-    """Which rows of which head a block works on, and which slots of its sequence.
-
-    part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots) -> b, g, head (b * kv_heads +
-    g), first row, tokens of the sequence, slot of the last one, first slot and end. Tasks are the
-    splits of a tile of `tile_rows` rows, a power of two, then of the next tile; splits are counted
-    in key blocks, as on the CPU.
-    """
-    row_shift, block_shift = tile_rows.bit_length() - 1, KEY_BLOCK.bit_length() - 1
-
-    @device_function
-    def part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots):
-        unit = divided(task, splits)
-        split = task - unit * splits
-        tiles = (rows + tile_rows - 1) >> row_shift
-        head = divided(unit, tiles)
-        first_row = i32((unit - head * tiles) * tile_rows)
-        b = divided(head, kv_heads)
-        g = i32(head - b * kv_heads)
-        length = ptx.load_global_s32(lengths + u64(b * 4))
-        slots, newest = length, length - 1
-        if ring:
-            slots = min(length, sinks + ring_slots)
-            if length > slots:
-                newest = sinks + remainder(length - 1 - sinks, ring_slots)
-        share = (
-            divided(((slots + KEY_BLOCK - 1) >> block_shift) + splits - 1, splits) << block_shift
-        )
-        begin = split * share
-        return b, g, head, first_row, length, newest, begin, min(begin + share, slots)
-
-    return part_of
 
 
 def make_page_of(paged: bool) -> Any:
@@ -114,16 +79,6 @@ class Results(NamedTuple):
     first_row: Any
     rows: Any
     columns: Any
-
-
-class Tokens(NamedTuple):
-    """A sequence's tokens in a cache, int32."""
-
-    length: Any
-    newest: Any  # the slot of the last one
-    window: Any  # of a ring
-    sinks: Any
-    ring_slots: Any
 
 
 def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = True) -> Any:
@@ -262,31 +217,12 @@ def warp_max_i32(x):
     return x
 
 
-@device_function
-def visible(j, slots, at, tokens, ring):
-    """Whether a row at position `at` attends to slot j of a sequence with these `Tokens`.
-
-    In a ring the token in slot j follows from how far it lies behind the newest.
-    """
-    length, newest, window, sinks, ring_slots = tokens
-    position = j
-    if ring and j >= sinks:
-        behind = newest - j
-        if behind < 0:
-            behind += ring_slots
-        position = length - 1 - behind
-    seen = j < slots and position <= at
-    if ring:
-        seen = seen and (position < sinks or position > at - window)
-    return seen
-
-
 def make_query_rows(d: int, planes: int, pack: Any = None) -> Any:
     """Convert a warp's query rows to the operand of the scores, in shared memory, with one float
     factor each.
 
-    query_rows(to, factors, q, first, rows, channels, c, warp, lane): rows of `channels` float32 at
-    q, of which this block takes `tile_rows` from `first` on (zeros beyond `rows`).
+    query_rows(memory, q, task, rows, channels, c, warp, lane): q is (B, Hkv, rows, channels)
+    float32; this block takes `tile_rows` rows of its head (zeros beyond `rows`).
 
     INT8: `reference.decode_query` of a row in two planes of bytes, the high one of all rows first;
     its factor scale * c at most 2**100. INT4: the same in one plane. Floats, planes = 0: the row
@@ -303,7 +239,9 @@ def make_query_rows(d: int, planes: int, pack: Any = None) -> Any:
 
     def make(tile_rows: int) -> Any:
         @device_function
-        def query_rows(to, factors, q, first, rows, channels, c, warp, lane):
+        def query_rows(memory, q, task, rows, channels, c, warp, lane):
+            to, factors, first = memory.q, memory.factors, task.first_row
+            q = q + u64(task.head) * u64(rows * channels * 4)
             x = cuda.local.array(n_x, f32)
             for turn in range(tile_rows // WARPS):
                 r = turn * WARPS + warp

@@ -12,7 +12,6 @@ group.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from ..compile import Source
@@ -34,6 +33,7 @@ from .pieces import (
 from .products import make_add, make_scores, make_stage
 from .score_functions import known, make_apply, make_tile_list, pointers_of
 from .scores import (
+    LN2,
     LOG2E,
     Mask,
     Place,
@@ -46,12 +46,12 @@ from .scores import (
 )
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-LN2 = f32(math.log(2))
 OWN = 10  # pointers before those of the functions
 
-# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks strides in bytes: batch,
-# head, row of q, k, v, o; then of the mask: batch, head, query, key sizes: queries, d, dv (bytes
-# per row that exist), query heads, left, right;  factors: scale * log2(e), softcap
+# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks, then the functions'
+# strides in bytes: batch, head, row of q, k, v, o; then of the mask: batch, head, query, key
+# sizes: queries, d, dv (bytes per row that exist), query heads, left, right
+# factors: scale * log2(e), softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN),
     types.UniTuple(i64, 16),

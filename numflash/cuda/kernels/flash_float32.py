@@ -12,18 +12,18 @@ from ...tiling import tiling
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .flash_float import LN2, LOG2E
 from .pieces import NEG_INF
 from .score_functions import BATCHES, known, make_root, pointers_of
-from .scores import add_bias, join_sink, tanh_accurate
+from .scores import LN2, LOG2E, add_bias, join_sink, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = tiling("sm_80", "float32").block_q
 OWN = 11  # pointers before those of the functions
 
-# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks;  strides in bytes of
-# the mask, then of the bias sizes: queries, keys, d, dv, query heads, left, right;  factors: scale
-# * log2(e), softcap * log2(e)
+# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks, then the functions'
+# strides in bytes of the mask, then of the bias: batch, head, query, key
+# sizes: queries, keys, d, dv, query heads, left, right
+# factors: scale * log2(e), softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2)
 )

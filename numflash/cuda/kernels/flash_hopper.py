@@ -22,8 +22,8 @@ from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, mak
 from .hopper_cluster import make_bring, make_meet, make_release, readers
 from .hopper_rows import make_write_rows
 from .hopper_schedule import make_number_in, make_rows_of
-from .hopper_scores import OWN, SLOPES, WIDE, Block, Call, make_describe, make_soften
-from .pieces import NEG_INF, State, make_tile_range
+from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
+from .pieces import NEG_INF, Call, State, make_tile_range
 from .score_functions import known, make_tile_list, pointers_of
 from .scores import ScoreOptions, load_slopes
 
@@ -31,9 +31,11 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
-# sinks; strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key; sizes:
-# queries, bytes per row of o, query heads, left, right, then the schedule's (`hopper_schedule`):
-# tiles of rows, units, units together; factors: scale * log2(e), softcap
+# sinks, then the functions'
+# strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key
+# sizes: queries, bytes per row of o, query heads, left, right, then the schedule's
+# (`hopper_schedule`): tiles of rows, units, units together
+# factors: scale * log2(e), softcap * log2(e)
 DIAGONALS, LENGTHS = 3, 4
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 8), types.UniTuple(f32, 2)
@@ -111,9 +113,8 @@ def flash_hopper(
     pair = k_size + v_size
     sums_at = first_tile + STAGES * pair  # with `overlap`, 4 bytes for each consumer thread
     sums_size = 512 * consumers if overlap else 0
-    value_descriptor = DESCRIPTOR | (
-        k_panel >> 4 << 16
-    )  # values are MN-major: the leading stride spans a panel
+    # values are MN-major: the leading stride spans a panel
+    value_descriptor = DESCRIPTOR | (k_panel >> 4 << 16)
     multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)

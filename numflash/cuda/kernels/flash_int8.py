@@ -113,9 +113,8 @@ def flash_int8(
     value_tiles = own_channels // 8
     n_s, n_o, n_p = own_tiles * 4, value_tiles * 4, 4 if wide else planes * key_tiles
     shift_k, xor_k = swizzle_of(d)
-    own_weights = own_tiles * (
-        4 if wide else planes
-    )  # registers, whose contents cross through K's place
+    # registers, whose contents cross through K's place
+    own_weights = own_tiles * (4 if wide else planes)
     q_size, k_size = block_q * d, max(block_k * d, paired * threads * 4 * own_weights)
     v_size = FLOAT_KEYS * (dv * 4 + PADDING) if wide else dv * block_k
     v_at = q_size if turing else q_size + k_size

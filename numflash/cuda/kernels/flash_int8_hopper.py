@@ -8,7 +8,7 @@ instructions per score), so the products overlap with the other warpgroup; withi
 the next block runs beside the scaling of this block's sums.
 
 wgmma reads bytes with k along memory only (K-major), for both operands: K is stored so; V is stored
-transposed (channels x keys) and permuted once, as for `mma.sync`: turned here, it would cross
+transposed (channels x keys) and permuted once, as for `mma.sync`: transposed here, it would cross
 registers for every query tile. P stays in registers, where the permutation of the keys makes the
 accumulator of Q . K^T the operand of P . V (`flash_int8.permuted_keys`; a warp of wgmma holds its
 16 rows as mma.m16n8k32 does). P is unsigned: wgmma .s32.u8.s8.
@@ -57,7 +57,8 @@ MAPS = 4
 # (4 x dv)
 # strides in bytes of the mask, then of the bias: batch, head, query, key
 # sizes: queries, channels of v and out (a multiple of 4), query heads, left, right, bytes per row
-# of q;  factors: softcap in Q8.8
+# of q
+# factors: softcap in Q8.8
 SIGNATURE = types.void(
     types.UniTuple(u64, 16), types.UniTuple(i64, 8), types.UniTuple(i32, 6), types.UniTuple(f32, 1)
 )
@@ -99,9 +100,8 @@ def flash_int8_hopper(
     chosen = Int8Options(**options)
     block_k, more_registers = KEY_BLOCK, MORE[BLOCK_Q // 64]
     k_steps, key_tiles, value_tiles, p_steps = d // 32, block_k // 8, dv // 8, block_k // 32
-    columns = (
-        32 if dv > 128 or dv % 64 else 64
-    )  # of one product P . V: its sums are registers, beside the scores
+    # of one product P . V: its sums are registers, beside the scores
+    columns = 32 if dv > 128 or dv % 64 else 64
     parts, n_acc = dv // columns, columns // 2
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 8
     panels = -(-d // PANEL_BYTES)
@@ -281,9 +281,8 @@ def flash_int8_hopper(
                 cuda.local.array(2, f32),
                 cuda.local.array(2, f32),
             )
-            mine = i32(
-                (warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16
-            )  # the warp's first row in the tile
+            # the warp's first row in the tile
+            mine = i32((warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16)
             table = base + u32(table_at) + u32(mine * ROW_BYTES)
             block = Block(batch, kv_head, heads, queries, keys, diagonal, left, right)
             given = OptionData(factors[0], mask_at, bias_at, strides)

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .hopper_scores import LN2, make_describe
+from .hopper_scores import make_describe
 from .pieces import NEG_INF, quad_sum
-from .scores import LOG2E, join_sink
+from .scores import LN2, LOG2E, join_sink
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 O, LSE, SINKS = 1, 2, 7  # places in the kernel's pointers

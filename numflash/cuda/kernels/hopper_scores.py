@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .pieces import make_softmax
 from .score_functions import known, make_apply, make_tile_list
-from .scores import Mask, Place, Rows, ScoreOptions, load_slopes, make_adjust, make_hide
+from .scores import LN2, Mask, Place, Rows, ScoreOptions, load_slopes, make_adjust, make_hide
 
 i32, f32 = types.int32, types.float32
-LN2 = f32(math.log(2))
 OWN, MASK, SLOPES = 8, 5, 6  # pointers before those of the functions; places of two of them
 WIDE = 128  # value channels from which on registers are short: fewer scores at a time
 
@@ -34,15 +32,6 @@ class Block(NamedTuple):
     keys: Any
     left: Any
     right: Any
-
-
-class Call(NamedTuple):
-    """The arguments of the kernel."""
-
-    pointers: Any
-    strides: Any
-    sizes: Any
-    factors: Any
 
 
 @functools.cache

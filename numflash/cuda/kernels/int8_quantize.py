@@ -42,7 +42,8 @@ LEAST_PEAK = f32(NO_SCALE)
 SCALE_LIMIT = f32(LIMIT)
 
 # pointers: k, v, lengths, sums (B, Hkv, chunks, D) float32, peaks (B, Hkv, chunks, Dv) int32
-# strides in bytes: batch, head, row, channel of k, then of v;  sizes: KV heads, D, Dv
+# strides in bytes: batch, head, row, channel of k, then of v
+# sizes: KV heads, D, Dv
 STATISTICS = types.void(
     types.UniTuple(u64, 5), types.UniTuple(i64, 8), types.UniTuple(i32, 3)
 )  # fmt: skip
@@ -51,7 +52,8 @@ STATISTICS = types.void(
 # values
 # strides in bytes: batch, head, row, channel of q, of k and of v
 # sizes: query heads, KV heads, queries, keys, D, Dv, bytes of a row of q and k, channels of v (a
-# multiple of 4), keys of v as stored;  factors: what turns scales of Q into cq
+# multiple of 4), keys of v as stored
+# factors: what turns scales of Q into cq
 QUANTIZE = types.void(
     types.UniTuple(u64, 18), types.UniTuple(i64, 12), types.UniTuple(i32, 9), types.UniTuple(f32, 1)
 )
@@ -172,11 +174,11 @@ def make_sum_and_peak(turns: int, source: str) -> Any:
     return sum_and_peak
 
 
-def int8_statistics(d: int, dv: int, source: str, smooth: bool) -> Source:
-    """Sums of K's channels, with `smooth`, and peaks of V's, of the finite rows of a chunk of keys.
+def int8_statistics(d: int, dv: int, source: str) -> Source:
+    """Sums of K's channels and peaks of V's, of the finite rows of a chunk of keys.
 
-    Padded head sizes; `source` is the dtype of K and V. Blocks: chunks, KV heads of V and then of
-    K, batches.
+    Padded head sizes; `source` is the dtype of K and V. Blocks: chunks, KV heads of V and then,
+    where K is smoothed, of K, batches.
     """
     sum_and_peak = make_sum_and_peak((max(d, dv) + 31) // 32, source)
 

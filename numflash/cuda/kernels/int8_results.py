@@ -12,18 +12,18 @@ from ...numerics import fixedpoint as fx
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .flash_float import LN2
+from .scores import LN2, LOG2E
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 THREADS = 128
 WARPS = THREADS // 32
-LOG2E = f32(math.log2(math.e))
 LOWEST, INFINITE = f32(-3.4028234663852886e38), f32(math.inf)
 
 # pointers: out of the kernel, m, l, q bytes, their scales, mean of k, sinks; out and lse of the
 # caller
-# strides in bytes: batch, head and row of out;  sizes: query heads, KV heads, queries, D, Dv, bytes
-# of a row of q, channels of the kernel's out;  factors: scale of the scores
+# strides in bytes: batch, head and row of out
+# sizes: query heads, KV heads, queries, D, Dv, bytes of a row of q, channels of the kernel's out
+# factors: scale of the scores
 SIGNATURE = types.void(
     types.UniTuple(u64, 9), types.UniTuple(i64, 3), types.UniTuple(i32, 7), types.UniTuple(f32, 1)
 )
@@ -73,7 +73,7 @@ def int8_results(
             at = number * u64(4)
             total = ptx.load_global_f32(l + at)
             octave = ptx.to_float(ptx.load_global_s32(m + at))
-            lse = ptx.mul(ptx.add(octave, ptx.lg2(ptx.mul(total, unit))), f32(LN2))
+            lse = ptx.mul(ptx.add(octave, ptx.lg2(ptx.mul(total, unit))), LN2)
             if smooth:  # what was taken off every score of the row
                 kv = i32(batch * kv_heads + head // (heads // kv_heads))
                 dot = f32(0)
@@ -98,7 +98,7 @@ def int8_results(
                     own = ptx.ex2(ptx.mul(ptx.sub(lse, base), LOG2E))
                     both = ptx.add(own, ptx.ex2(ptx.mul(ptx.sub(sink, base), LOG2E)))
                     share = f32(0) if both == f32(0) else ptx.div(own, both)
-                    lse = ptx.add(base, ptx.mul(ptx.lg2(both), f32(LN2)))
+                    lse = ptx.add(base, ptx.mul(ptx.lg2(both), LN2))
             if lane == 0:
                 ptx.store_global_f32(lse_out + at, lse)
             found += number * u64(v_columns * 4)

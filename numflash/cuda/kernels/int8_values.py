@@ -128,9 +128,8 @@ def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> 
                     a_high[4 * t + i] = ptx.bits(w) & high
                     a_low[4 * t + i] = ptx.bits(ptx.sub(w, ptx.from_bits(ptx.bits(w) & high)))
             if not paired:
-                for i in range(
-                    n_rest
-                ):  # the next part's weights come to the front: registers have no index
+                # the next part's weights come to the front: registers have no index
+                for i in range(n_rest):
                     s[i] = s[i + n_a]
             for n in range(value_tiles):
                 for i in range(4):

@@ -19,6 +19,15 @@ i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 NEG_INF = f32(-math.inf)
 
 
+class Call(NamedTuple):
+    """The arguments of the kernel."""
+
+    pointers: Any
+    strides: Any
+    sizes: Any
+    factors: Any
+
+
 class State(NamedTuple):
     """The online softmax of a thread's two rows: local arrays of two."""
 
@@ -41,7 +50,7 @@ def swizzle_of(row_bytes: int) -> tuple[int, int]:
 
 
 @functools.cache
-def make_read(row_bytes: int, turned: bool = False) -> Any:
+def make_read(row_bytes: int, transposed: bool = False) -> Any:
     """read(d, place, at, chunk, n, ahead).
 
     `ldmatrix` of chunks n and n + 1, n even, of swizzled rows.
@@ -51,7 +60,7 @@ def make_read(row_bytes: int, turned: bool = False) -> Any:
     instruction adds itself: four addresses serve a row of any width.
     """
     _, xor = swizzle_of(row_bytes)
-    load = ptx.ldmatrix_trans_ahead if turned else ptx.ldmatrix_ahead
+    load = ptx.ldmatrix_trans_ahead if transposed else ptx.ldmatrix_ahead
 
     @device_function
     def read(d, place, at, chunk, n, ahead):

@@ -62,11 +62,11 @@ def make_add(width: int, columns: int, dtype: str, turing: bool, other_ahead: in
     """sums (16 x width) += w (16 x columns, rounded to `dtype`) . other (columns x width).
 
     add(sums, w, other_at, other_chunk); the other tile is the one that `make_scores` reads, here
-    turned by ldmatrix.trans.
+    transposed by ldmatrix.trans.
     """
     steps, pairs, row_bytes = columns // 16, width // 16, width * 2
     mma, pack = ptx.products(dtype, turing)
-    read = make_read(row_bytes, turned=True)
+    read = make_read(row_bytes, transposed=True)
 
     @device_function
     def add(sums, w, other_at, other_chunk):

@@ -16,7 +16,7 @@ from .pieces import NEG_INF
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 # numbers: in a kernel `math` would run, in float64
-LOG2E = f32(math.log2(math.e))
+LOG2E, LN2 = f32(math.log2(math.e)), f32(math.log(2))
 TWO_LOG2E = f32(2 * math.log2(math.e))
 CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (
     f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2)
@@ -143,9 +143,8 @@ def make_adjust(
         done, q = cuda.local.array(n_part, f32), cuda.local.array(2, i32)
         row_at = cuda.local.array(2, u64)
         for r in range(2):
-            q[r] = ptx.fresh(
-                query[r]
-            )  # addresses in the mask are no registers that every tile keeps
+            # addresses in the mask are no registers that every tile keeps
+            q[r] = ptx.fresh(query[r])
             if has_mask and turns > 1:
                 row_at[r] = ptx.fresh_address(
                     mask_at

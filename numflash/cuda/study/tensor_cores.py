@@ -50,9 +50,8 @@ def scores_only(d: int = 64, turing: bool = False) -> Source:
         lane, warp, side, first = t & 31, t >> 5, t & 1, i32(cuda.blockIdx.x) * BLOCK
         sq = ptx.shared_address(shared)
         sk, sv, sp = sq + u32(tile), sq + u32(2 * tile), sq + u32(3 * tile)
-        mine = sp + u32(
-            (warp * 16 + (lane >> 2)) * line
-        )  # the upper of the two rows whose scores this lane holds
+        # the upper of the two rows whose scores this lane holds
+        mine = sp + u32((warp * 16 + (lane >> 2)) * line)
         s, o_row = cuda.local.array(n_s, f32), cuda.local.array(half, f32)
         m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
         four, x = cuda.local.array(4, u32), cuda.local.array(2, f32)

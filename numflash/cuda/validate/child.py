@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from ...errors import UnsupportedError
+from ...errors import DriverError, UnsupportedError
 from ..device import Device, current_device
-from ..device.driver import DriverError
 from . import attention, decode, ladder, peers, rates
 from .families import Family, families
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from ...cache.kvcache import KVCache
 from ...cache.settings import INTEGERS
-from ...errors import UnsupportedError
+from ...errors import DriverError, UnsupportedError
 from ..device import Device, median_seconds
-from ..device.driver import DriverError
 from . import expected
 from .decode_cases import CASES, draw, results
 
+# of the timings
 LONG = {
     "batch": 16,
     "heads": 32,
@@ -32,7 +32,7 @@ LONG = {
     "length": 32768,
     "d": 128,
     "chunk": 2048,
-}  # of the timings
+}
 
 
 def timed_caches(dtype: str) -> list[tuple]:
