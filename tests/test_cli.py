@@ -154,6 +154,15 @@ def test_errors_are_one_line(argv, words, capsys):
     assert error.startswith("numflash: ") and words in error
 
 
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("numflash.commands.actions._version", interrupted)
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("numflash: interrupted")
+
+
 @pytest.mark.parametrize(
     "error",
     [MemoryError("Unable to allocate 191. GiB"), FileNotFoundError(2, "No such file", "/no/x.png")],

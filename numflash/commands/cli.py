@@ -134,9 +134,8 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             *CASE,
             option(
                 "--precision",
-                choices=["float32", "bfloat16", "float16", "int8"],
                 default="int8",
-                help="of the products (default int8)",
+                help="float32, bfloat16, float16 or int8 (default)",
             ),
             flag("--roof", "also measure the peaks of this machine, and say which one limits"),
         ),

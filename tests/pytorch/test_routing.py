@@ -101,3 +101,18 @@ def test_transformer_encoder_and_decoder():
             out = decoder(y, encoder(x), tgt_mask=causal, tgt_is_causal=True)
     assert routed.calls == 6
     torch.testing.assert_close(out, want, atol=1e-5, rtol=0)
+
+
+def test_a_wrong_precision_is_refused_where_it_is_given():
+    with pytest.raises(ArgumentError, match="precision: got 'int9'"):
+        nt.use(precision="int9", fallback=True)
+
+
+def test_multi_head_attention_that_returns_weights_is_counted():
+    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x = torch.randn(1, 5, 16)
+    with nt.use() as routed, torch.no_grad():
+        layer(x, x, x, need_weights=False)
+        assert routed.calls == 1 and not routed.fallbacks
+        layer(x, x, x)
+    assert routed.calls == 1 and "need_weights=False" in next(iter(routed.fallbacks))
