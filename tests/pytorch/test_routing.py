@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 
 from torch_cases import SDPA, K, Q, V, draw  # noqa: E402
 
 import numflash.torch as nt  # noqa: E402
+from numflash.errors import ArgumentError  # noqa: E402
 
 
 def test_use_nests_and_ends():
