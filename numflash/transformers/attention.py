@@ -32,6 +32,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 # What some models pass beside a mask, and put into the mask itself only for 'sdpa' and 'eager': keys of each
 # query, and a sink of each query.
 CHOSEN_KEYS = ("indices", "block_indices", "sinks")
+OWN_MASKS = (
+    "deepseek_v4",
+    "doge",
+)  # change a float mask between transformers and the attention function
 
 
 def register() -> None:
@@ -121,12 +125,7 @@ def attend(
     """
     if dropout or output_attentions or cache is not None:
         _refuse(dropout, output_attentions, cache)
-    for name in CHOSEN_KEYS:
-        if others.get(name) is not None:
-            raise ArgumentError(
-                f"{name}: got one; allowed with attn_implementation 'numflash': None. This model chooses keys, or has a "
-                "sink, for each query by itself: take 'sdpa' or 'eager'"
-            )
+    _refuse_models(module, others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     operands = (query, key, value)
     options: dict[str, Any] = {
@@ -167,6 +166,22 @@ def _refuse(dropout: float, output_attentions: bool, cache: Any) -> None:
             raise ArgumentError(
                 f"{name}: got {given}; allowed with attn_implementation 'numflash': {words}"
             )
+
+
+def _refuse_models(module: torch.nn.Module, others: dict[str, Any]) -> None:
+    """Raise where a model would get a wrong result."""
+    for name in CHOSEN_KEYS:
+        if others.get(name) is not None:
+            raise ArgumentError(
+                f"{name}: got one; allowed with attn_implementation 'numflash': None. This model chooses keys, or has a "
+                "sink, for each query by itself: take 'sdpa' or 'eager'"
+            )
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    if kind in OWN_MASKS:
+        raise ArgumentError(
+            f"attn_implementation: got 'numflash' for a model of type {kind!r}, which changes its mask by itself; "
+            "allowed: 'eager'"
+        )
 
 
 def _resident(

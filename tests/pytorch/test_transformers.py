@@ -295,5 +295,20 @@ def test_what_is_refused():
     x = torch.randn(1, 2, 3, 8)
     with pytest.raises(ArgumentError, match="output_attentions"):
         attend(layer, x, x, x, None, output_attentions=True)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_keys_or_sinks_of_each_query_are_refused(name):
+    """Models that choose keys put them into the mask for 'eager' and 'sdpa' only."""
+    x = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ArgumentError, match=f"{name}: got one"):
+        attend(torch.nn.Identity(), x, x, x, None, **{name: torch.zeros(1, 2, 4, 1)})
+
+
+def test_models_that_change_their_mask_are_refused():
+    layer, x = torch.nn.Identity(), torch.randn(1, 2, 4, 8)
+    layer.config = transformers.DogeConfig()
+    with pytest.raises(ArgumentError, match="'doge', which changes its mask"):
+        attend(layer, x, x, x, None)
     with pytest.raises(ArgumentError, match="cache"):
         attend(layer, x, x, x, None, cache=object())
