@@ -295,6 +295,8 @@ def test_what_is_refused():
     x = torch.randn(1, 2, 3, 8)
     with pytest.raises(ArgumentError, match="output_attentions"):
         attend(layer, x, x, x, None, output_attentions=True)
+    with pytest.raises(ArgumentError, match="cache"):
+        attend(layer, x, x, x, None, cache=object())
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
@@ -310,5 +312,3 @@ def test_models_that_change_their_mask_are_refused():
     layer.config = transformers.DogeConfig()
     with pytest.raises(ArgumentError, match="'doge', which changes its mask"):
         attend(layer, x, x, x, None)
-    with pytest.raises(ArgumentError, match="cache"):
-        attend(layer, x, x, x, None, cache=object())
