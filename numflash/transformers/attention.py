@@ -32,6 +32,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 # What some models pass beside a mask, and put into the mask itself only for 'sdpa' and 'eager': keys of each
 # query, and a sink of each query.
 CHOSEN_KEYS = ("indices", "block_indices", "sinks")
+NOT_CAUSAL = ("bigbird_pegasus",)  # whose decoder says is_causal=False: None would be no mask
 OWN_MASKS = (
     "deepseek_v4",
     "doge",
@@ -51,6 +52,7 @@ def register() -> None:
         transformers.AttentionInterface.register(name, functools.partial(attend, **options))
         transformers.AttentionMaskInterface.register(name, mask)
     _tell_from_flash_attention()
+    _check_models()
     register_caches(tuple(IMPLEMENTATIONS))
 
 
@@ -82,6 +84,27 @@ def _tell_from_flash_attention() -> None:
     for path, module in list(sys.modules.items()):
         if path.startswith("transformers") and vars(module).get(name) is original:
             setattr(module, name, requested)
+
+
+def _check_models() -> None:
+    """Let models that have an attention of their own refuse our names, as they refuse "sdpa".
+
+    transformers checks only the names that it knows: such a model would be built, and run its own
+    attention with masks of another kind.
+    """
+    original = transformers.PreTrainedModel.get_correct_attn_implementation
+    if original.__module__ == __name__:
+        return
+
+    def checked(self: Any, requested_attention: str | None, *rest: Any, **options: Any) -> Any:
+        if requested_attention in IMPLEMENTATIONS and not self._can_set_attn_implementation():
+            raise ArgumentError(
+                f"attn_implementation: got {requested_attention!r} for {type(self).__name__}, which has an attention of its "
+                "own; allowed: models that take transformers' attention functions"
+            )
+        return original(self, requested_attention, *rest, **options)
+
+    transformers.PreTrainedModel.get_correct_attn_implementation = checked
 
 
 def attend(
@@ -149,6 +172,11 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
+        if position_bias.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(
+                "position_bias: got one that requires grad; allowed: torch.no_grad(), or 'eager' and 'sdpa', which train "
+                "learned position biases"
+            )
         attention_mask = _biased(position_bias, attention_mask)
     out = attention(
         *operands, attention_mask, causal, enable_gqa=True, precision=precision, **options
@@ -222,14 +250,21 @@ def mask(
 ) -> Tensor | FunctionMask | None:
     """transformers' `sdpa_mask`, except for padding alone and for long prompts.
 
-    Padding alone stays one row for all queries, a view with stride 0. Masks of long prompts that are
-    more than causal stay functions.
+    Padding alone stays one row for all queries, a view with stride 0; so does "all keys", since None
+    would be causal in models that do not say `is_causal`. Masks of long prompts that are more than
+    causal stay functions.
 
     `numflash.torch` reads trailing padding in such a row as key lengths, and keys beyond are not
     looked at.
     """
-    if mask_function is not masking_utils.bidirectional_mask_function or attention_mask is None:
+    bidirectional = mask_function is masking_utils.bidirectional_mask_function
+    if bidirectional and attention_mask is None:
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch_size, 1, q_length, kv_length)
+    if not bidirectional:
         options |= {"kv_offset": kv_offset, "attention_mask": attention_mask}
+        kind = getattr(options.get("config"), "model_type", None)
+        if kind in NOT_CAUSAL:
+            options["allow_is_causal_skip"] = False
         found = function_mask(batch_size, q_length, kv_length, mask_function, options)
         if found is not None:
             return found
@@ -243,10 +278,4 @@ def mask(
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[
         :, kv_offset : kv_offset + kv_length
     ]
-    if (
-        options.get("allow_is_bidirectional_skip")
-        and not torch.compiler.is_compiling()
-        and padding.all()
-    ):
-        return None
     return padding[:, None, None].expand(batch_size, 1, q_length, kv_length)

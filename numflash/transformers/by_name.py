@@ -41,7 +41,8 @@ def register_caches(implementations: tuple[str, ...]) -> None:
         self: Any, generation_config: Any, model_kwargs: Any, *rest: Any, **options: Any
     ) -> Any:
         dtype = CACHES.get(generation_config.cache_implementation)
-        if dtype is None or model_kwargs.get(CACHE_ARGUMENT) is not None:
+        none = generation_config.use_cache is False
+        if dtype is None or none or model_kwargs.get(CACHE_ARGUMENT) is not None:
             return original(self, generation_config, model_kwargs, *rest, **options)
         config = self.config.get_text_config(decoder=True)
         if config._attn_implementation not in implementations:

@@ -81,8 +81,10 @@ def read_mask(
     )
     columns = np.concatenate([columns, valid], 1)
     expected = _rule(new, keys, window) & columns[:, None]
-    rows = valid[:, :, None]  # what a padding row attends to does not matter
+    rows = valid[:, :, None]  # what padding before and between tokens attends to does not matter
     standard = bool(((given == expected) | ~rows).all())
+    if not valid[:, -1:].all():  # but the last row's output is what `generate` reads
+        standard = False
     if window is not None and _padding_inside(columns, past, offset):
         standard = False  # it counts as distance in the window, and the cache does not store it
     return Reading(

@@ -102,6 +102,10 @@ def new(model, dtype="float32", **options):
 MODES = {
     "greedy": {"ids": TOKENS[:1]},
     "left padding": {"ids": TOKENS, "mask": LEFT},
+    "right padding": {
+        "ids": TOKENS,
+        "mask": (torch.arange(40) < torch.tensor([40, 33])[:, None]).long(),
+    },
     "beams": {"ids": TOKENS, "mask": LEFT, "num_beams": 3, "num_return_sequences": 2},
     "sampling": {"ids": TOKENS[:1], "do_sample": True, "num_return_sequences": 3},
     "prompt lookup": {"ids": REPEATED, "prompt_lookup_num_tokens": 4},
@@ -114,6 +118,16 @@ def test_the_tokens_are_those_of_eager(model, mode):
     wanted = generate(model, **MODES[mode])
     pages = 128 if mode == "beams" else None
     assert torch.equal(generate(model, **MODES[mode], cache=new(model, page_size=pages)), wanted)
+
+
+def test_no_cache_is_no_cache(model):
+    wanted = generate(model, TOKENS[:1], use_cache=False)
+    model.set_attn_implementation("numflash")
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": False}
+    ids = TOKENS[:1]
+    mask = torch.ones_like(ids)
+    found = model.generate(ids, attention_mask=mask, cache_implementation="numflash", **options)
+    assert torch.equal(found, wanted)
 
 
 def test_assisted_decoding(model):

@@ -312,3 +312,48 @@ def test_models_that_change_their_mask_are_refused():
     layer.config = transformers.DogeConfig()
     with pytest.raises(ArgumentError, match="'doge', which changes its mask"):
         attend(layer, x, x, x, None)
+
+
+@pytest.mark.parametrize("mask", [None, "ones", "padding"])
+def test_encoders_that_do_not_say_whether_they_are_causal(mask):
+    """None would mean causal to them."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.ClapTextConfig(**sizes, intermediate_size=64, max_position_embeddings=64)
+    model = transformers.ClapTextModel(config).eval()
+    ids = torch.randint(2, 97, (2, 20))
+    given = None if mask is None else torch.ones_like(ids)
+    if mask == "padding":
+        given[1, 13:] = 0
+    found = {}
+    for name in ("eager", "numflash"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found[name] = model(ids, attention_mask=given).last_hidden_state
+    seen = torch.ones_like(ids).bool() if given is None else given.bool()
+    torch.testing.assert_close(found["numflash"][seen], found["eager"][seen], atol=1e-4, rtol=1e-4)
+
+
+def test_a_decoder_that_says_it_is_not_causal():
+    sizes = {"vocab_size": 97, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4}
+    config = transformers.BigBirdPegasusConfig(
+        **sizes, decoder_ffn_dim=64, max_position_embeddings=64, is_encoder_decoder=False
+    )
+    model = transformers.BigBirdPegasusForCausalLM(config).eval()
+    found = {}
+    for name in ("eager", "numflash"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found[name] = model(torch.arange(2, 22)[None]).logits
+    torch.testing.assert_close(found["numflash"], found["eager"], atol=1e-4, rtol=1e-4)
+
+
+def test_models_with_an_attention_of_their_own_are_refused():
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)
+    with pytest.raises(ArgumentError, match="BloomForCausalLM, which has an attention of its own"):
+        transformers.BloomForCausalLM._from_config(config, attn_implementation="numflash")
+
+
+def test_a_position_bias_that_is_trained_is_refused_by_its_name():
+    x, bias = torch.randn(1, 2, 4, 8), torch.zeros(1, 2, 4, 4, requires_grad=True)
+    with pytest.raises(ArgumentError, match="position_bias"):
+        attend(torch.nn.Identity(), x, x, x, None, position_bias=bias)
