@@ -251,3 +251,10 @@ def test_bfloat16_tokens_in_a_float16_cache():
     key[0, 0, 0, 0] = 1e6
     with pytest.raises(ArgumentError, match="key: got 999424 in a cache of dtype 'float16'"):
         cache.append(key, value)
+
+
+def test_a_cache_says_what_it_holds():
+    cache = KVCache(B, G, D, 9, "float16", window=4, sinks=1)
+    cache.append(*tokens(2))
+    shown = f"KVCache('float16', kv_heads={G}, head_dim={D}, window=4, sinks=1, tokens=[2, 2])"
+    assert repr(cache) == shown
