@@ -214,7 +214,7 @@ class KVCache(Appending):
         memory = self._memory or self._open()
         functions = score_mod is not None or mask_mod is not None
         options = alibi_slopes is not None or mask is not None
-        changed = functions or options or type(softcap) is not float or softcap != 0
+        changed = functions or options or type(softcap) not in (float, int) or softcap != 0
         plain = return_lse is False and sinks is None and not options
         plain = plain and not (changed and self.smooth)
         if plain and is_float32(query):

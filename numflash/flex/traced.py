@@ -316,16 +316,15 @@ def _one(x: Any) -> Scalar:
     return x[0]
 
 
-# names of NumPy's and PyTorch's functions, and of methods -> operation of the graph
+# names of NumPy's and PyTorch's functions of one operation, and of methods -> that operation of the graph
 FUNCTIONS = {
-    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "div": "div",
-    "true_divide": "div", "truediv": "div", "divide": "div", "floordiv": "floordiv",
-    "floor_divide": "floordiv", "remainder": "mod", "mod": "mod", "pow": "pow", "power": "pow",
-    "float_power": "pow", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
+    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul",
+    "floordiv": "floordiv", "floor_divide": "floordiv", "remainder": "mod", "mod": "mod", "pow": "pow",
+    "power": "pow", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
     "min": "min", "max": "max", "abs": "abs", "absolute": "abs", "fabs": "abs", "neg": "neg",
     "negative": "neg", "tanh": "tanh", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2",
     "sqrt": "sqrt", "rsqrt": "rsqrt", "sin": "sin", "cos": "cos", "erf": "erf",
-    "sigmoid": "sigmoid", "expit": "sigmoid", "floor": "floor", "ceil": "ceil", "round": "round",
+    "sigmoid": "sigmoid", "expit": "sigmoid", "floor": "floor", "ceil": "ceil",
     "rint": "round", "trunc": "trunc", "fix": "trunc", "and": "and", "or": "or", "xor": "xor",
     "not": "not", "invert": "not", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
     "bitwise_not": "not", "lshift": "shl", "rshift": "shr", "left_shift": "shl",

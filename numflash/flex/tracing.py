@@ -25,8 +25,8 @@ from .traced import Scalar, Values, apply, flatten, indexed, scalar, special
 
 LIBRARIES = ("numpy", "torch", "numba", "math", "builtins")
 FIXED = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, np.ufunc)
-# What may be asked of a captured array without its contents: `Capture.current` compares the first
-# four, the others are numflash's own.
+# What may be asked of a captured array without its contents. The first five follow from what
+# `_form` compares; numflash itself asks for the others.
 FORM = frozenset(("shape", "ndim", "size", "dtype", "strides", "view", "capture", "owner"))
 special(FORMULAS)
 

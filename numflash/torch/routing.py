@@ -89,9 +89,8 @@ class use(TorchFunctionMode):
         )
         before = self.calls + self.fallbacks.total()
         out = body(*args, **kwargs)
-        if (
-            before == self.calls + self.fallbacks.total()
-        ):  # it multiplies by itself, for the weights
+        # to return its weights it multiplies by itself, and never calls the attention function
+        if before == self.calls + self.fallbacks.total():
             if not self.fallbacks[WEIGHTS]:
                 logger.warning("PyTorch computes by itself: %s", WEIGHTS)
             self.fallbacks[WEIGHTS] += 1

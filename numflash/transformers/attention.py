@@ -32,11 +32,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 # What some models pass beside a mask, and put into the mask itself only for 'sdpa' and 'eager': keys of each
 # query, and a sink of each query.
 CHOSEN_KEYS = ("indices", "block_indices", "sinks")
-NOT_CAUSAL = ("bigbird_pegasus",)  # whose decoder says is_causal=False: None would be no mask
-OWN_MASKS = (
-    "deepseek_v4",
-    "doge",
-)  # change a float mask between transformers and the attention function
+# Models whose decoder says is_causal=False: None would be no mask to it.
+NOT_CAUSAL = ("bigbird_pegasus",)
+# Models that change a float mask between transformers and the attention function.
+OWN_MASKS = ("deepseek_v4", "doge")
 
 
 def register() -> None:
