@@ -258,3 +258,57 @@ def test_a_cache_says_what_it_holds():
     cache.append(*tokens(2))
     shown = f"KVCache('float16', kv_heads={G}, head_dim={D}, window=4, sinks=1, tokens=[2, 2])"
     assert repr(cache) == shown
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"softcap": 3e38}, "softcap: got 3e+38"),
+        ({"softcap": np.array([1.0, 2.0])}, "softcap: got array"),
+        ({"alibi_slopes": np.full(H, 3e38)}, "alibi_slopes: got NaN, infinity or a number beyond"),
+        ({"sinks": np.full(H, np.inf)}, "sinks: got NaN, infinity or a number beyond"),
+        ({"mask": np.ma.masked_array(np.ones((1, 1), bool))}, "mask: got a masked array"),
+        ({"mask": [[True], [True, False]]}, "mask: got"),
+    ],
+)
+def test_options_have_the_limits_of_attention(option, words):
+    cache = KVCache(B, G, D, 9, "float32")
+    cache.append(*tokens(2))
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=re.escape(words)):
+        cache.decode(draw((B, H, 1, D), 1), **option)
+
+
+def test_what_equals_1_is_still_refused():
+    """Calls are remembered by their arguments, and True == 1 == 1.0."""
+    cache, query = KVCache(B, G, D, 9, "float32"), draw((B, H, 1, D), 1)
+    cache.append(*tokens(2))
+    cache.decode(query, scale=1.0, splits=1)
+    for option in ({"scale": True}, {"splits": True}, {"splits": 1.0}):
+        with pytest.raises(ArgumentTypeError):
+            cache.decode(query, **{"scale": 1.0, "splits": 1, **option})
+
+
+def test_a_refused_step_appends_nothing():
+    """Rows that attend to tokens which a ring has dropped, with fewer new tokens than rows."""
+    cache = KVCache(B, G, D, 1, "float32", window=60)
+    cache.append(*tokens(400))
+    cache.truncate(380)
+    with pytest.raises(ArgumentError, match="whose ring was truncated"):
+        cache.step(draw((B, H, 60, D), 1), *tokens(1))
+    assert cache.lengths.tolist() == [380] * B
+
+
+def test_a_length_near_the_largest_integer_is_damage():
+    cache = KVCache(B, G, D, 1, "float32", window=4)
+    cache.append(*tokens(9))
+    state = cache.state()
+    state["lengths"] = np.full(B, 2**63 - 1)
+    with pytest.raises(ArgumentError, match="state: got lengths"):
+        KVCache(B, G, D, 1, "float32", window=4).load_state(state)
+
+
+def test_empty_lists_of_a_batch_of_none():
+    cache = KVCache(0, G, D, 9, "float32")
+    cache.truncate([])
+    cache.reorder([])
+    assert cache.batch == 0
