@@ -26,7 +26,7 @@ from .traced import Scalar, Values, apply, flatten, indexed, scalar, special
 LIBRARIES = ("numpy", "torch", "numba", "math", "builtins")
 FIXED = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, np.ufunc)
 # What may be asked of a captured array without its contents. The first five follow from what
-# `_form` compares; numflash itself asks for the others.
+# `Capture.current` compares; numflash itself asks for the others.
 FORM = frozenset(("shape", "ndim", "size", "dtype", "strides", "view", "capture", "owner"))
 special(FORMULAS)
 
@@ -84,7 +84,8 @@ class Capture:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.steady = graph, True
         self.names: list[tuple[Callable[[], Any], Any]] = []
-        self.forms: list[tuple[Any, tuple]] = []
+        self.shapes: list[tuple[np.ndarray, tuple, Any]] = []  # array, shape, dtype
+        self.places: list[tuple[Any, int, Any, tuple]] = []  # tensor, address, shape, strides
         self.arrays: set[int] = set()
         self.done: dict[int, Any] = {}
 
@@ -92,8 +93,11 @@ class Capture:
         """Whether every name still has the value that was traced."""
         if not self.steady:
             return False
-        for owner, form in self.forms:
-            if _form(owner) != form:
+        for array, shape, dtype in self.shapes:
+            if array.shape != shape or array.dtype is not dtype:
+                return False
+        for x, at, shape, strides in self.places:  # `.data` gives a tensor other memory
+            if x.data_ptr() != at or x.shape != shape or x.stride() != strides:
                 return False
         try:
             for read, value in self.names:
@@ -130,17 +134,13 @@ class Capture:
             self.steady = False
             return {k: self.swap(v) for k, v in value.items()}
         if _is_tensor(value):
-            self.know(value)
+            if id(value) not in self.arrays:
+                self.arrays.add(id(value))
+                self.places.append((value, value.data_ptr(), value.shape, value.stride()))
             return value
         if not _constant(value):
             self.steady = False  # an object, a class or a module whose attributes may change
         return value
-
-    def know(self, owner: Any) -> None:
-        """Remember an array or tensor of the caller, and its form."""
-        if id(owner) not in self.arrays:
-            self.arrays.add(id(owner))
-            self.forms.append((owner, _form(owner)))
 
     def array(self, value: np.ndarray) -> Captured:
         if isinstance(value, np.ma.MaskedArray):
@@ -150,7 +150,8 @@ class Capture:
         if id(value) not in self.done:
             view = np.asarray(value).view(Captured)
             view.capture, view.owner = self, value
-            self.know(value)
+            self.arrays.add(id(value))
+            self.shapes.append((value, value.shape, value.dtype))
             self.done[id(value)] = view
         return self.done[id(value)]
 
@@ -219,13 +220,6 @@ def _constant(x: Any) -> bool:
     if isinstance(x, types.BuiltinFunctionType):  # a method of an object may read what changes
         return x.__self__ is None or isinstance(x.__self__, (types.ModuleType, type))
     return isinstance(x, type) and _of_library(x.__module__)
-
-
-def _form(x: Any) -> tuple:
-    """Where an array or a tensor lies and how it is laid out: what a trace has read of it."""
-    if isinstance(x, np.ndarray):
-        return x.shape, x.strides, x.dtype
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _is_tensor(x: Any) -> bool:
