@@ -26,7 +26,10 @@ def test_roof_is_plausible():
     ("isa", "instruction", "length"), [("avx512_vnni", "vpdpbusd", 1), ("avx2", "vpmaddwd", 2)]
 )
 def test_peak_loop_is_nothing_but_the_instruction(isa, instruction, length):
-    """AVX2's is a product and an addition; no product is left out as one that is known already."""
+    """AVX2's is a product and an addition, which for Zen 5 LLVM makes one instruction of.
+
+    No product is left out as one that is known already.
+    """
     from numba import njit, types
 
     if isa not in target.available():
@@ -37,6 +40,8 @@ def test_peak_loop_is_nothing_but_the_instruction(isa, instruction, length):
     run(np.int64(3), np.int32(1))
     text = "\n".join(run.inspect_asm().values())
     loop = codegen.assembly.hot_loop(text)
+    if any("vpdpwssd" in line for line in loop.instructions):
+        instruction, length = "vpdpwssd", 1
     dots = sum(instruction in line for line in loop.instructions)
     assert dots % roofline.ACCUMULATORS == 0 and dots, loop
     assert len(loop.instructions) - length * dots <= 4

@@ -70,17 +70,28 @@ RATIO, V_START, OCTAVE, SCALE, SHRINK, M, L, START, CQ = (
 LOW_BITS = 7  # of a query or a weight in the low plane
 LOW_PLANE = KEY_BLOCK * 4 // 2  # bytes from a row of weights to its low plane: half a row of `work`
 HIDDEN = -(1 << 31)  # int32 log2 score of a key that is not seen
-# Bytes of the straight line that are asked for ahead of the products. Intel's own prefetching falls
-# behind wherever the products pause (softmax, a new page): without this, reads from memory run at
-# 55 to 60 % of a plain sum's rate, with it at 75 to 90 % (Granite Rapids; 1 to 8 KB do about the
-# same).
+# Bytes of the straight line that are prefetched ahead of the products, by the CPU's name; "" is any
+# other. Figures: INT8, D = 128, 4 rows, from memory, unless stated.
 #
-# Zen's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain
-# sum's rate, where the same products without them reach 94 % (D = 128, 4 rows, INT8, from memory).
-# A skipped line stops it: leaving out the 16 lines of scales of 528 a block,
-# or reading them after the keys, costs the products 30 %, a plain sum 16 %. Hence every line of the
-# cache is read, in ascending order (`in_order`).
-AHEAD = 4096
+# Intel's own prefetching falls behind wherever the products pause (softmax, a new page): without
+# this, reads run at 55 to 60 % of a plain sum's rate, with it at 75 to 90 % (Granite Rapids; 1 to 8
+# KB do about the same).
+#
+# Zen 5's falls behind more: without this INT8 reads at 50 % of a plain sum's rate, with it at 69 %;
+# INT4 takes 9.0 ns a token, 5.8 with 2 KB, 4.9 with 8 KB; bfloat16 28.2, 16.4 with 4 KB, 13.6 with 8
+# KB. A cache that is in L2 or L3 pays for it: integers 1 to 3 %, float32 18 %. Models do not leave it
+# there, the weights of their other layers pass between two calls.
+#
+# Zen 4's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain
+# sum's rate, where the same products without them reach 94 %. A skipped line stops it: leaving out
+# the 16 lines of scales of 528 a block, or reading them after the keys, costs the products 30 %, a
+# plain sum 16 %. Hence every line of the cache is read, in ascending order (`in_order`).
+AHEAD = {"znver5": 8192, "znver": 0, "": 4096}
+
+
+def ahead(cpu: str) -> int:
+    """Bytes that are prefetched ahead on a CPU, by the first name of `AHEAD` that its name begins with."""
+    return next(n for name, n in AHEAD.items() if cpu.startswith(name))
 
 
 @dataclass(frozen=True)
@@ -312,8 +323,7 @@ def tile(isa: str, dtype: str, shared: bool = False, codegen: Any = None) -> Til
     scalable = f"sve{target.vector_bits(codegen)}" if isa in ("sve", "neon_dot") else ""
     if isa == "sve" and not target.missing("neon_dot", codegen=codegen):
         isa = "neon_dot"
-    zen = target.cpu_name().startswith("znver")
-    reading: dict[str, Any] = {"ahead": 0 if zen else AHEAD}
+    reading: dict[str, Any] = {"ahead": ahead(target.cpu_name())}
     if dtype == "int4":  # the same vectors; codes suit dot products of every kind
         like = tile(isa, "int8", codegen=codegen)
         return replace(like, dtype=dtype, q_offset=15, v_offset=15)
