@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from numflash.cache.settings import DTYPES
 from numflash.commands import cli, warmup
 from numflash.cpu.int8 import quantize_rows
 
@@ -250,7 +251,7 @@ def test_warmup_compiles_heads_narrower_and_wider_than_a_vector(monkeypatch):
         )
 
     monkeypatch.setattr(warmup, "attention", attention)
-    for name, call in warmup.jobs():
+    for name, call, _ in warmup.jobs():
         if not name.startswith(("gradient", "KV cache")):
             call()
     assert {("cpu", "int8"), ("cpu", "int8", "bf16"), ("cpu", "float32")} < found.keys()
@@ -259,5 +260,26 @@ def test_warmup_compiles_heads_narrower_and_wider_than_a_vector(monkeypatch):
 
 @pytest.mark.slow
 def test_warmup():
-    out, _ = run("warmup", "--json")
-    assert json.loads(out)["kernels"]
+    out, _ = run("warmup", "--json", "int8", "mask")
+    assert len(json.loads(out)["kernels"]) == 16
+
+
+def test_words_choose_what_is_compiled(capsys, monkeypatch):
+    """Every storage and every group is there; without words, what most people need."""
+    called = []
+    monkeypatch.setattr(warmup, "decode", lambda *given: called.append(given))
+    assert len(as_json(capsys, "warmup", "cache", "INT4", "group 3")["kernels"]) == 2
+    assert called == [("int4", 3, 1), ("int4", 3, 64)]
+    assert len(as_json(capsys, "warmup", "--list", "cache", "one thread")) == 8 * len(DTYPES)
+    common = {job.name.split(",")[0] for job in warmup.jobs() if "cache" in job.name}
+    assert common == {f"KV cache {dtype}" for dtype in ("int8", "float32")}
+    assert cli.main(["warmup", "cache", "int5"]) == 1
+
+
+def test_bench_takes_one_kind_of_table():
+    for given in (
+        ["100", "--short"],
+        ["decode", "--plot", "x.png"],
+        ["--short", "--study", "exp2"],
+    ):
+        assert cli.main(["bench", *given]) == 1

@@ -13,6 +13,8 @@ from typing import Any
 from .. import __version__
 from ..errors import ArgumentError
 
+DEFAULT_LENGTH = 1024  # of queries and keys
+
 
 def demo(args: argparse.Namespace) -> Any:
     if args.what == "ring":
@@ -64,9 +66,22 @@ def info(args: argparse.Namespace) -> Any:
         from ..measure import roofline
 
         found["roof"] = [roofline.measure(n).as_dict() for n in sorted({1, most()})]
-    for key, value in found.items():
-        print(f"{key:<18} {value}")
+    shown = found | {
+        "caches": {level: f"{size // 1024} KiB" for level, size in caches.levels()},
+        "cache": found["cache"] or "none yet",
+    }
+    _print_facts(shown)
     return found
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    """A line each; of several values, words with commas."""
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            value = [f"{name} {number}" for name, number in value.items()]
+        if isinstance(value, list):
+            value = ", ".join(map(str, value))
+        print(f"{key:<18} {'not installed' if value is None else value}")
 
 
 def _version(package: str) -> str | None:
@@ -79,14 +94,22 @@ def _version(package: str) -> str | None:
 
 
 def warmup(args: argparse.Namespace) -> Any:
-    from .warmup import run
+    from .warmup import jobs, run
 
-    return run()
+    if not args.list:
+        return run(args.names)
+    known = [job.name for job in jobs([*args.names, ""])]  # every name has ""
+    print("\n".join(known))
+    return known
 
 
 def bench(args: argparse.Namespace) -> Any:
     from . import bench as job
 
+    own = [f"--{name}" for name in ("plot", "short", "study") if getattr(args, name)]
+    given = own if args.length is None else [*own, str(args.length)]
+    if own and len(given) > 1:
+        raise ArgumentError(f"bench: got {' and '.join(given)}; allowed: one of them")
     if args.length == "decode":
         from . import bench_decode
 
@@ -105,14 +128,14 @@ def bench(args: argparse.Namespace) -> Any:
         return bench_study.run(args.study)
     from ..measure.contenders import Case
 
-    case = Case(args.length, args.head_dim, args.causal, args.heads, args.batch)
+    case = Case(args.length or DEFAULT_LENGTH, args.head_dim, args.causal, args.heads, args.batch)
     return job.run(case, args.iterations, args.threads, args.reference_threads)
 
 
 def explain(args: argparse.Namespace) -> Any:
     import numflash
 
-    shape = (args.batch, args.heads, args.length, args.head_dim)
+    shape = (args.batch, args.heads, args.length or DEFAULT_LENGTH, args.head_dim)
     found = numflash.explain(shape, precision=args.precision, is_causal=args.causal)
     print(found)
     result = found.as_dict()
@@ -140,8 +163,7 @@ def asm(args: argparse.Namespace) -> Any:
         print(text, end="")
         return {"kernel": args.kernel, "cpu": args.cpu, "assembly": text}
     found = codegen.histogram(args.kernel, args.cpu, args.features)
-    for key, value in found.items():
-        print(f"{key:<18} {value}")
+    _print_facts(found)
     return found
 
 

@@ -50,8 +50,8 @@ def count(name: str, default: int, text: str = "", **more: Any) -> Any:
 
 
 def length(kind: Callable = positive, more: str = "") -> Any:
-    text = f"queries and keys (default 1024){more}"
-    return option("length", nargs="?", type=kind, default=1024, metavar="L", help=text)
+    text = f"queries and keys (default {actions.DEFAULT_LENGTH}){more}"
+    return option("length", nargs="?", type=kind, metavar="L", help=text)
 
 
 HEAD_DIM = count("head_dim", 128, nargs="?")
@@ -90,7 +90,20 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         "versions, instruction sets, caches",
         (flag("--roof", "also measure the peaks of this machine"),),
     ),
-    (actions.warmup, "compile every kernel ahead of its first call", ()),
+    (
+        actions.warmup,
+        "compile kernels ahead of their first call",
+        (
+            option(
+                "names",
+                nargs="*",
+                metavar="WORD",
+                help="only those with all of these words in their names, as `cache int4 group 3` "
+                "(default: attention, gradients, and KV caches of int8 and float32)",
+            ),
+            NAMES,
+        ),
+    ),
     (
         actions.bench,
         "a benchmark: every contender checked against float64, then timed",

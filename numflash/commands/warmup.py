@@ -1,17 +1,18 @@
-"""Compile every kernel ahead of its first call, by calling it on a small problem."""
+"""Compile kernels ahead of their first call, by calling them on small problems."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..api import attention, attention_backward
 from ..cache.kvcache import KVCache
-from ..errors import UnsupportedError
+from ..cache.settings import DTYPES
+from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
 from ..jit.cache_files import files
 from ..measure.console import Progress, Table
@@ -32,7 +33,16 @@ MASKS = {
 }
 
 HEAD_DIMS = 8, 64  # rows that end within a vector, which go the general way in INT8, and whole ones
-GROUPS = 1, 4, 7, 8  # query heads of a KV head in the models people run
+GROUPS = range(1, 9)  # query heads of a KV head; of more than 8 a kernel takes up to 8 at a time
+COMMON = "int8", "float32"  # storage of KV caches that is compiled where no words ask for others
+
+
+class Job(NamedTuple):
+    """Something that compiles: its name, the call, and whether it belongs to what most people need."""
+
+    name: str
+    call: Callable[[], Any]
+    common: bool = True
 
 
 def forward(impl: str, options: dict[str, Any], mask: np.ndarray | None) -> None:
@@ -63,43 +73,70 @@ def gradient(impl: str, mask: np.ndarray | None = None) -> None:
         attention_backward(x, x, key, x, out, lse, attn_mask=mask, impl=impl)
 
 
-def jobs() -> list[tuple[str, Callable[[], Any]]]:
-    """(name, call) of everything that compiles; masks come as broadcast views, the usual case."""
-    found: list[tuple[str, Callable[[], Any]]] = []
+def attention_jobs() -> list[Job]:
+    """Masks come as broadcast views, the usual case."""
+    found = []
     for impl in ("cpu", "portable"):
+        isa = target.available()[0] if impl == "cpu" else impl
         for options in PRECISIONS:
             for words, mask in MASKS.items():
-                if impl == "portable" and mask is not None:
-                    continue
-                name = f"{' '.join(options.values())} {target.available()[0] if impl == 'cpu' else impl}, {words}"
-                found.append((name, functools.partial(forward, impl, options, mask)))
-    for impl in ("cpu", "portable"):
-        found.append(
-            (
-                f"gradient {target.available(target.FLOAT_ISAS)[0] if impl == 'cpu' else impl}",
-                functools.partial(gradient, impl),
-            )
-        )
-    for words, mask in list(MASKS.items())[1:]:
-        found.append((f"gradient, {words}", functools.partial(gradient, "cpu", mask)))
-    for dtype in ("int8", "float32"):
-        for group in GROUPS:
-            for batch in (1, 64):
-                name = f"KV cache {dtype}, {group} query heads each, {'one thread' if batch == 1 else 'threads'}"
-                found.append((name, functools.partial(decode, dtype, group, batch)))
+                if impl == "cpu" or mask is None:
+                    name = f"{' '.join(options.values())} {isa}, {words}"
+                    found.append(Job(name, functools.partial(forward, impl, options, mask)))
     return found
 
 
-def run() -> dict[str, Any]:
-    """Compile everything, with progress.
+def gradient_jobs() -> list[Job]:
+    """The CPU's best kernel, the portable one, and masks."""
+    isas = {"cpu": target.available(target.FLOAT_ISAS)[0], "portable": "portable"}
+    found = [Job(f"gradient {isas[impl]}", functools.partial(gradient, impl)) for impl in isas]
+    for words, mask in list(MASKS.items())[1:]:
+        found.append(Job(f"gradient, {words}", functools.partial(gradient, "cpu", mask)))
+    return found
+
+
+def cache_jobs() -> list[Job]:
+    """Every storage, every number of query rows of a kernel, on one thread and on several."""
+    found = []
+    for dtype in DTYPES:
+        for group in GROUPS:
+            for batch, threads in ((1, "one thread"), (64, "threads")):
+                name = f"KV cache {dtype}, group {group}, {threads}"
+                call = functools.partial(decode, dtype, group, batch)
+                found.append(Job(name, call, dtype in COMMON))
+    return found
+
+
+def jobs(words: Sequence[str] = ()) -> list[Job]:
+    """What has all of the words in its name; without words, what most people need.
+
+    Raises
+    ------
+    ArgumentError
+        No name has them.
+    """
+    everything = [*attention_jobs(), *gradient_jobs(), *cache_jobs()]
+    if not words:
+        return [job for job in everything if job.common]
+    found = [job for job in everything if all(w.lower() in job.name.lower() for w in words)]
+    if not found:
+        raise ArgumentError(
+            f"words: got {' '.join(words)!r}, which no kernel's name has; allowed: words of a name in "
+            "`numflash warmup --list`"
+        )
+    return found
+
+
+def run(words: Sequence[str] = ()) -> dict[str, Any]:
+    """Compile the `jobs`, with progress.
 
     Returns the seconds each took (near 0 where the disk cache had it).
     """
     table = Table("compiled", ("kernel", "s"))
-    work = jobs()
+    work = jobs(words)
     start = time.perf_counter()
     with Progress("warmup", len(work)) as progress:
-        for name, call in work:
+        for name, call, _ in work:
             progress.step(name)
             begin = time.perf_counter()
             try:
