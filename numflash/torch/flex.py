@@ -109,6 +109,7 @@ def flex_attention(
     *,
     return_aux: Any = None,
     precision: str | None = None,
+    pv: str | None = None,
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention` by numflash's kernels, compiled without a
     C++ compiler.
@@ -126,8 +127,8 @@ def flex_attention(
         As in PyTorch's; `max_scores` cannot be asked for. The lse has no gradient.
     kernel_options
         Taken and not used.
-    precision : "float32", "float16", "bfloat16" or None
-        As `numflash.attention` takes it.
+    precision, pv
+        As `numflash.attention` takes them. "int8" is for inference.
 
     Returns
     -------
@@ -162,7 +163,7 @@ def flex_attention(
             raise ArgumentError(
                 "score_mod: a captured tensor requires a gradient, which is not computed; allowed: detach()"
             )
-    options = {"scale": scale, "enable_gqa": enable_gqa, "precision": precision}
+    options = {"scale": scale, "enable_gqa": enable_gqa, "precision": precision, "pv": pv}
     out, lse = _Flex.apply(query, key, value, (score_mod, mask), options)
     if return_aux is not None:
         return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None)

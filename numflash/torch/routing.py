@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import NumflashError, UnsupportedError
+from ..errors import ArgumentError, NumflashError, UnsupportedError
 from ..interop.arguments import choice, flag
-from ..validation.options import PRECISIONS
+from ..validation.options import PRECISIONS, PV
 from .sdpa import PYTORCH, scaled_dot_product_attention
 
 logger = logging.getLogger("numflash")
@@ -36,6 +36,8 @@ class use(TorchFunctionMode):
     ----------
     precision : "int8", "float32", "bfloat16", "float16" or None
         As `scaled_dot_product_attention` takes it.
+    pv : "int8", "int16", "bf16" or "fp32"
+        The weights of "int8", as `numflash.attention` takes them.
     fallback : bool
         What numflash refuses goes to PyTorch instead of raising; each reason is logged once and
         counted.
@@ -48,11 +50,17 @@ class use(TorchFunctionMode):
         Calls that went to PyTorch, by reason.
     """
 
-    def __init__(self, precision: str | None = None, fallback: bool = False) -> None:
+    def __init__(
+        self, precision: str | None = None, fallback: bool = False, *, pv: str | None = None
+    ) -> None:
         super().__init__()
         if precision is not None:
             choice("precision", precision, PRECISIONS)
-        self.precision, self.fallback = precision, flag("fallback", fallback)
+        if pv is not None and choice("pv", pv, PV) and precision != "int8":
+            raise ArgumentError(
+                f"pv: got {pv!r} with precision {precision!r}; allowed: None, or precision 'int8'"
+            )
+        self.precision, self.pv, self.fallback = precision, pv, flag("fallback", fallback)
         self.calls = 0
         self.fallbacks: Counter[str] = Counter()
 
@@ -114,7 +122,7 @@ class use(TorchFunctionMode):
     def answer(self, ours: Any, theirs: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of PyTorch's function `theirs` by our function of the same signature."""
         try:
-            out = ours(*args, **kwargs, precision=self.precision)
+            out = ours(*args, **kwargs, precision=self.precision, pv=self.pv)
         except NumflashError as error:
             if not self.fallback:
                 raise

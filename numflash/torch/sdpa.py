@@ -153,6 +153,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     precision: str | None = None,
+    pv: str | None = None,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` by numflash's kernels.
 
@@ -174,6 +175,8 @@ def scaled_dot_product_attention(
         1 / sqrt(E) unless given.
     precision : "int8", "float32", "bfloat16" or "float16"
         What to compute in: the query's dtype unless given. "int8" is for inference.
+    pv : "int8", "int16", "bf16" or "fp32"
+        The weights of "int8", as `numflash.attention` takes them.
 
     Returns
     -------
@@ -198,7 +201,7 @@ def scaled_dot_product_attention(
             scale,
             *_SDPA_OPTIONS[enable_gqa is True],
             precision,
-            None,
+            pv,
             "auto",
         )
         found = without_operator(query, key, value, options, False)
@@ -256,7 +259,7 @@ def scaled_dot_product_attention(
             None,
             None,
             precision,
-            None,
+            pv,
             "auto",
         )
     except SdpaError:

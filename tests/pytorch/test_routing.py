@@ -6,8 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
+import torch.nn.attention.flex_attention as torch_flex  # noqa: E402
 from torch_cases import SDPA, K, Q, V, draw  # noqa: E402
 
+import numflash  # noqa: E402
 import numflash.torch as nt  # noqa: E402
 from numflash.errors import ArgumentError  # noqa: E402
 
@@ -24,6 +26,27 @@ def test_use_nests_and_ends():
         SDPA(Q, K, V)
     SDPA(Q, K, V)
     assert (outer.calls, inner.calls, failed.calls) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("pv", ["int8", "int16", "bf16", "fp32"])
+def test_use_passes_the_weights_of_int8(pv):
+    query, key, value = (x.numpy() for x in (Q, K, V))
+    seen = torch.ones(Q.shape[2], K.shape[2], dtype=torch.bool).tril(2)
+    with torch.no_grad(), nt.use("int8", pv=pv) as routed:
+        found = SDPA(Q, K, V), SDPA(Q, K, V, attn_mask=seen), torch_flex.flex_attention(Q, K, V)
+    assert routed.calls == 3
+    plain, masked = (
+        numflash.attention(query, key, value, mask, precision="int8", pv=pv)
+        for mask in (None, seen.numpy())
+    )
+    for x, y in zip(found, (plain, masked, plain), strict=True):
+        assert (x.numpy() == y).all()
+
+
+def test_use_refuses_weights_without_int8():
+    for given in ({"pv": "int16"}, {"precision": "float32", "pv": "int16"}, {"pv": "int4"}):
+        with pytest.raises(ArgumentError, match="pv: got"):
+            nt.use(**given)
 
 
 def test_use_holds_for_its_own_thread():
