@@ -30,7 +30,8 @@ F = np.float32
 MIN_PAGE = KEY_BLOCK
 # elements of tokens below which starting threads costs more than it saves
 PARALLEL_CHANNELS = 1 << 19
-SERIAL_BYTES = 512 << 10  # cached bytes below which starting threads costs more than it saves
+# cached bytes, of INT4 codes, below which starting threads costs more than it saves
+SERIAL_BYTES = 512 << 10
 UNLIMITED = 1 << 40
 MATRIX_ROWS = 3  # query rows from which AMX is faster than vectors
 AMX_BFLOAT16 = "amx_bf16", target.BFLOAT16_ISAS
@@ -116,7 +117,8 @@ class Layout:
     @functools.cached_property
     def limits(self) -> tuple[int, int]:
         """Tokens up to which one thread serves all sequences, and slots of a sequence."""
-        return SERIAL_BYTES // (self.kv_heads * self.slot_bytes), self.sinks + self.ring
+        units = self.slot_bytes * self.tile.packed  # a code of 4 bits is as much work as one of 8
+        return SERIAL_BYTES // (self.kv_heads * units), self.sinks + self.ring
 
     def call(self, longest: int, batch: int) -> tuple[int, int]:
         """(threads, key blocks of the longest sequence): what the number of splits depends on."""
