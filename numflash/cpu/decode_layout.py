@@ -6,6 +6,8 @@ Also which kernels a call may take, and how many splits of the keys.
 from __future__ import annotations
 
 import functools
+import math
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,7 +50,11 @@ def zeros(
     A vector that straddles two lines costs two reads. `fill`: nothing needs the zeros, so `guard`
     may put other values there before a call.
     """
-    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    if count > sys.maxsize - align:
+        raise MemoryError(
+            f"Unable to allocate {count / 2**60:.3g} EiB for an array with shape {shape}"
+        )
     if guard.ON:
         return guard.array(guard.caller(), shape, dtype, count, fill)
     raw = np.zeros(count + align, np.uint8)

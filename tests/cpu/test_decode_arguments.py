@@ -312,3 +312,10 @@ def test_empty_lists_of_a_batch_of_none():
     cache.truncate([])
     cache.reorder([])
     assert cache.batch == 0
+
+
+def test_a_cache_that_no_machine_holds():
+    """Beyond the numbers of bytes that NumPy counts in."""
+    for sizes in ((1 << 20, 1024, 576, 1 << 31), (1 << 20, 8, 128, 1 << 31)):
+        with pytest.raises(MemoryError, match="Unable to allocate"):
+            numflash.KVCache(*sizes)
