@@ -9,6 +9,7 @@ import functools
 from typing import NamedTuple
 
 import llvmlite.ir as ir
+import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
@@ -48,16 +49,27 @@ class Operands(NamedTuple):
 def _products(b, tile, operands, first, rows, nv, keys, planes):
     """rows x nv sums in registers: products of `planes` planes, added to `first`, one value a row."""
     start = [x for x in first for _ in range(nv)]
-    if tile.packed == 2:
-        return _products_of_codes(b, tile, operands, start, rows, nv, keys, planes)
+    zero = [constant(tile.sums, 0)] * len(start)
+    codes = tile.packed == 2
+    last = zero if codes else start  # what the sums of the low plane, or the only one, begin with
     if planes == 1 or tile.pairs:
-        return _plane(b, tile, operands, start, rows, nv, keys, tile.ahead)
-    zero = constant(tile.sums, 0)
-    sums = _plane(b, tile, operands, [zero] * len(start), rows, nv, keys, tile.ahead)
-    shift = constant(tile.sums, LOW_BITS)
-    sums = [b.add(b.shl(x, shift), y) for x, y in zip(sums, start, strict=True)]
-    low = operands._replace(rows=b.gep(operands.rows, [b.mul(operands.low, I64(4))]))
-    return _plane(b, tile, low, sums, rows, nv, keys, 0)
+        (sums,) = _planes(b, tile, operands, [last], rows, nv, keys, tile.ahead)
+    elif tile.together(rows, nv):
+        high, low = _planes(b, tile, operands, [zero, last], rows, nv, keys, tile.ahead)
+        sums = [b.add(x, y) for x, y in zip(_higher(b, tile, high), low, strict=True)]
+    else:
+        (high,) = _planes(b, tile, operands, [zero], rows, nv, keys, tile.ahead)
+        last = [b.add(x, y) for x, y in zip(_higher(b, tile, high), last, strict=True)]
+        low = operands._replace(rows=b.gep(operands.rows, [b.mul(operands.low, I64(4))]))
+        (sums,) = _planes(b, tile, low, [last], rows, nv, keys, 0)
+    if codes:
+        return [doubled(b, tile, x, y) for x, y in zip(sums, start, strict=True)]
+    return sums
+
+
+def _higher(b, tile, sums):
+    """Sums of the high plane in units of the low one."""
+    return [b.shl(x, constant(tile.sums, LOW_BITS)) for x in sums]
 
 
 def doubled(b, tile, sums, first):
@@ -65,23 +77,12 @@ def doubled(b, tile, sums, first):
     return b.add(b.shl(sums, constant(tile.sums, 1)), first)
 
 
-def _products_of_codes(b, tile, operands, first, rows, nv, keys, planes):
-    """`_products` of INT4."""
-    sums = [constant(tile.sums, 0)] * len(first)
-    sums = _plane(b, tile, operands, sums, rows, nv, keys, tile.ahead)
-    if planes == 2:
-        sums = [b.shl(x, constant(tile.sums, LOW_BITS)) for x in sums]
-        low = operands._replace(rows=b.gep(operands.rows, [b.mul(operands.low, I64(4))]))
-        sums = _plane(b, tile, low, sums, rows, nv, keys, 0)
-    return [doubled(b, tile, x, y) for x, y in zip(sums, first, strict=True)]
-
-
-def _plane(b, tile, operands, first, rows, nv, keys, prefetched):
-    """rows x nv sums over `steps` steps of one plane, from `first`.
+def _planes(b, tile, operands, first, rows, nv, keys, prefetched):
+    """rows x nv sums of each plane over `steps` steps, from `first`, a list of them for each plane.
 
     prefetched : bytes ahead that are asked for, 0 for none
     """
-    words, row_stride, _, cached, cached_step, steps = operands
+    words, row_stride, low, cached, cached_step, steps = operands
     pace = 2 if tile.pairs else tile.packed  # steps at a time
     entry = b.block
     loop = b.append_basic_block("dot")
@@ -90,10 +91,10 @@ def _plane(b, tile, operands, first, rows, nv, keys, prefetched):
     b.position_at_end(loop)
     n = b.phi(I64)
     n.add_incoming(I64(0), entry)
-    sums = []
-    for x in first:
-        sums.append(b.phi(x.type))
-        sums[-1].add_incoming(x, entry)
+    sums = [[b.phi(x.type) for x in plane] for plane in first]
+    for phis, plane in zip(sums, first, strict=True):
+        for phi, x in zip(phis, plane, strict=True):
+            phi.add_incoming(x, entry)
     place = b.mul(n, cached_step)
     at = [b.add(place, I64(tile.lanes * tile.group * v)) for v in range(nv)]
     load_steps = (
@@ -102,22 +103,21 @@ def _plane(b, tile, operands, first, rows, nv, keys, prefetched):
         else lambda *where: [tile.cached_vector(*where)]
     )
     columns = [load_steps(b, cached, x) for x in at]
-    for v in range(nv if prefetched else 0):
-        ahead = b.add(
-            b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(prefetched)
-        )
-        prefetch(b, b.gep(cached, [ahead]))
-    out = list(sums)
+    for x in at if prefetched else ():
+        prefetch(b, b.gep(cached, [b.add(b.mul(x, I64(tile.size)), I64(prefetched))]))
+    out = [list(plane) for plane in sums]
     for s in range(pace):
         step = b.add(b.mul(n, I64(pace)), I64(s)) if pace > 1 else n
-        for m in range(rows):
-            word = tile.broadcast_word(b, words, b.add(step, b.mul(row_stride, I64(m))))
+        for m, p in np.ndindex(rows, len(first)):
+            row = b.add(b.mul(row_stride, I64(m)), b.mul(low, I64(p)))
+            word = tile.broadcast_word(b, words, b.add(step, row))
             for v in range(nv):
-                out[m * nv + v] = tile.dot(b, out[m * nv + v], columns[v][s], word, keys)
+                out[p][m * nv + v] = tile.dot(b, out[p][m * nv + v], columns[v][s], word, keys)
     following = b.add(n, I64(1))
     n.add_incoming(following, loop)
-    for phi, x in zip(sums, out, strict=True):
-        phi.add_incoming(x, loop)
+    for phis, plane in zip(sums, out, strict=True):
+        for phi, x in zip(phis, plane, strict=True):
+            phi.add_incoming(x, loop)
     passed = b.mul(following, I64(pace)) if tile.packed > 1 else following
     b.cbranch(b.icmp_signed("<", passed, steps), loop, done)
     b.position_at_end(done)
@@ -222,7 +222,7 @@ def value_tile(tile: Tile, rows: int, nv: int):
                 sums = _products(b, tile, operands, first, rows, nv, False, tile.planes)
             else:
                 before = [load(b, po, w, floats, 4) for w in where]
-                sums = _plane(b, tile, operands, before, rows, nv, False, tile.ahead)
+                (sums,) = _planes(b, tile, operands, [before], rows, nv, False, tile.ahead)
             for i, (w, x) in enumerate(zip(where, sums, strict=True)):
                 if exact:
                     s = splat(b, load(b, pw, state(rows, SCALE + i // nv), F32, 4), floats)

@@ -200,6 +200,14 @@ class Tile:
         most = 16 if self.lanes == 16 or self.isa in SCALABLE else 8
         return max(n for n in (1, 2, 4) if n <= self.nv and (n == 1 or n * rows <= most))
 
+    def together(self, rows: int, vectors: int) -> bool:
+        """Whether one loop multiplies both planes of a query or a weight, as far as registers hold the sums.
+
+        It loads each cached vector once, and few rows have twice as many independent sums. 28 sums in 32
+        registers gained nothing.
+        """
+        return 2 * rows * vectors <= (24 if self.lanes == 16 else 12)
+
     def cached_vector(self, b: ir.IRBuilder, base, index):
         """The operand of all lanes at element `index` of the cache."""
         if self.dtype == "float32":
