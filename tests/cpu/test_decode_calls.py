@@ -113,6 +113,8 @@ def test_plans_of_one_thread_and_of_two(batch):
     cache = numflash.KVCache(batch, KV_HEADS, D, 400)._open()
     layout, shape = cache.layout, (batch, HEADS, 1, D)
     serial = layout.serial_tokens(batch)
+    codes = numflash.KVCache(batch, KV_HEADS, D, 400, "int4")._open().layout
+    assert codes.serial_tokens(batch) == serial  # half the bytes, as much work
 
     def sizes(longest):
         plan, _ = cache.calls.plan(shape, None, None, longest)

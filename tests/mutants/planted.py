@@ -452,6 +452,24 @@ MUTANTS = [
         "tests/cpu/test_cache_sequences.py",
     ),
     Mutant(
+        "cpu/decode/register_tiles.py",
+        "high, low = _planes(b, tile, operands, [zero, last]",
+        "low, high = _planes(b, tile, operands, [zero, last]",
+        DECODE,
+    ),
+    Mutant(
+        "cpu/decode_layout.py",
+        "self.slot_bytes * self.tile.packed",
+        "self.slot_bytes",
+        "tests/cpu/test_decode_calls.py -k plans_of_one_thread",
+    ),
+    Mutant(
+        "torch/routing.py",
+        "precision=self.precision, pv=self.pv)",
+        "precision=self.precision)",
+        "tests/pytorch/test_routing.py",
+    ),
+    Mutant(
         "cpu/decode/append_int4.py",
         "k_scale, v_scale = F(np.nan), F(0)",
         "k_scale, v_scale = F(0), F(0)",
