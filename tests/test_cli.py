@@ -251,8 +251,8 @@ def test_warmup_compiles_heads_narrower_and_wider_than_a_vector(monkeypatch):
         )
 
     monkeypatch.setattr(warmup, "attention", attention)
-    for name, call, _ in warmup.jobs():
-        if not name.startswith(("gradient", "KV cache")):
+    for name, call, _ in warmup.everything():
+        if name.startswith("attention"):
             call()
     assert {("cpu", "int8"), ("cpu", "int8", "bf16"), ("cpu", "float32")} < found.keys()
     assert all(widths == {False, True} for widths in found.values())
@@ -260,26 +260,31 @@ def test_warmup_compiles_heads_narrower_and_wider_than_a_vector(monkeypatch):
 
 @pytest.mark.slow
 def test_warmup():
-    out, _ = run("warmup", "--json", "int8", "mask")
-    assert len(json.loads(out)["kernels"]) == 16
+    out, _ = run("warmup", "--json", "attention", "int8", "no", "mask")
+    assert len(json.loads(out)["kernels"]) == 8  # four kinds of weights, and the portable kernels
 
 
 def test_words_choose_what_is_compiled(capsys, monkeypatch):
     """Every storage and every group is there; without words, what most people need."""
     called = []
     monkeypatch.setattr(warmup, "decode", lambda *given: called.append(given))
-    assert len(as_json(capsys, "warmup", "cache", "INT4", "group 3")["kernels"]) == 2
-    assert called == [("int4", 3, 1), ("int4", 3, 64)]
+    assert len(as_json(capsys, "warmup", "cache", "INT4", "group", "4")["kernels"]) == 2
+    assert len(as_json(capsys, "warmup", "cache float32", "group 3")["kernels"]) == 2
+    assert called == [(d, g, n) for d, g in (("int4", 4), ("float32", 3)) for n in (1, 64)]
     assert len(as_json(capsys, "warmup", "--list", "cache", "one thread")) == 8 * len(DTYPES)
-    common = {job.name.split(",")[0] for job in warmup.jobs() if "cache" in job.name}
-    assert common == {f"KV cache {dtype}" for dtype in ("int8", "float32")}
-    assert cli.main(["warmup", "cache", "int5"]) == 1
+    assert len(as_json(capsys, "warmup", "--list")) == len(warmup.everything())
+    common = {job.name.split(",")[0] for job in warmup.everything() if job.common}
+    assert {name for name in common if "cache" in name} == {"KV cache int8", "KV cache float32"}
+    for wrong in ("int5", "", "int"):
+        assert cli.main(["warmup", wrong]) == 1
 
 
-def test_bench_takes_one_kind_of_table():
-    for given in (
-        ["100", "--short"],
-        ["decode", "--plot", "x.png"],
-        ["--short", "--study", "exp2"],
-    ):
+def test_bench_takes_one_kind_of_table(capsys, monkeypatch):
+    from numflash.commands import bench_plot
+
+    for given in (["decode", "--plot", "x.png"], ["--short", "--study", "exp2"]):
         assert cli.main(["bench", *given]) == 1
+        assert "got it together with" in capsys.readouterr().err
+    monkeypatch.setattr(bench_plot, "plot", lambda *given: given)
+    found = as_json(capsys, "bench", "1024", "64", "7", "2", "--plot", "x.png")
+    assert found == ["x.png", 64, 2, 7]

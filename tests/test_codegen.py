@@ -16,6 +16,7 @@ from numba.core import types
 import numflash
 from numflash.cpu import launch_decode
 from numflash.cpu.backward.flash_backward import make_backward
+from numflash.cpu.decode import register_tiles, tiles
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.jit import target
 from numflash.machinecode import assembly, codegen, kernel_types
@@ -322,6 +323,45 @@ def test_named_kernels_have_a_histogram(kernel):
 def test_float_caches_are_decoded_with_the_longest_vectors(dtype, cpu, vectors):
     code = codegen.compile_kernel(f"decode-{dtype}", cpu).assembly
     assert set(re.findall(r"\tfm(?:la|ad)\t([vz])\d+\.4?s", code)) == {vectors}
+
+
+def dot_loops(tile, rows):
+    """The product loops of a decode tile: of its scores and of its values."""
+    scores = register_tiles.score_tile(tile, rows)
+    values = register_tiles.value_tile(tile, rows, tile.width(rows))
+
+    @njit
+    def score(q, words, k, scales, j, work):
+        scores(q, words, k, scales, j, work)
+
+    @njit
+    def value(work, v, step, steps, o, column, columns):
+        values(work, v, step, steps, o, column, columns)
+
+    for function, count in ((score, 6), (value, 7)):
+        text = compile_for(function, (types.int64,) * count, Target.named("host")).assembly
+        yield from (loop for loop in assembly.loops(text) if "vpdpbusd" in str(loop.instructions))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("isa", ["avx512_vnni", "avx_vnni"])
+def test_sums_of_decode_stay_in_registers(isa, dtype):
+    """For every number of rows: both planes in one loop where the registers hold all sums."""
+    if isa not in target.available():
+        pytest.skip(f"the target has no {' '.join(target.missing(isa))}")
+    for rows in range(1, tiles.ROWS + 1):
+        found = list(dot_loops(tiles.tile(isa, dtype), rows))
+        assert len(found) >= 2
+        for loop in found:
+            spilt = [i for i in loop.instructions if assembly.is_vector(i) and "(%rsp" in i]
+            assert not spilt, (rows, spilt)
+
+
+def test_the_prefetch_distance_of_a_cpu():
+    """Names that begin with another come first, and any name is found."""
+    asked = {"znver5": 8192, "znver4": 0, "znver1": 0, "sapphirerapids": 4096, "a64fx": 4096}
+    assert {cpu: tiles.ahead(cpu) for cpu in asked} == asked
+    assert list(tiles.AHEAD)[-1] == ""
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 from .. import __version__
 from ..errors import ArgumentError
 
-DEFAULT_LENGTH = 1024  # of queries and keys
+PACKAGES = ("torch", "ml_dtypes", "matplotlib", "rich")  # that are used where they are installed
 
 
 def demo(args: argparse.Namespace) -> Any:
@@ -60,16 +60,17 @@ def info(args: argparse.Namespace) -> Any:
         "cache_files": len(cache_files.files()),
         "cache": sorted({str(path.parent) for path in cache_files.files()}),
     }
-    for name in ("torch", "ml_dtypes", "matplotlib", "rich"):
+    for name in PACKAGES:
         found[name] = _version(name)
     if args.roof:
         from ..measure import roofline
 
         found["roof"] = [roofline.measure(n).as_dict() for n in sorted({1, most()})]
-    shown = found | {
-        "caches": {level: f"{size // 1024} KiB" for level, size in caches.levels()},
-        "cache": found["cache"] or "none yet",
-    }
+    sizes = {level: f"{size // 1024} KiB" for level, size in caches.levels()}
+    shown: dict[str, Any] = found | {"caches": sizes, "cache": found["cache"] or "none yet"}
+    shown |= {name: found[name] or "not installed" for name in PACKAGES}
+    for n, roof in enumerate(shown.pop("roof", ())):
+        shown[f"roof {n + 1}"] = roof
     _print_facts(shown)
     return found
 
@@ -81,7 +82,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
             value = [f"{name} {number}" for name, number in value.items()]
         if isinstance(value, list):
             value = ", ".join(map(str, value))
-        print(f"{key:<18} {'not installed' if value is None else value}")
+        print(f"{key:<18} {value}")
 
 
 def _version(package: str) -> str | None:
@@ -94,11 +95,11 @@ def _version(package: str) -> str | None:
 
 
 def warmup(args: argparse.Namespace) -> Any:
-    from .warmup import jobs, run
+    from . import warmup as job
 
     if not args.list:
-        return run(args.names)
-    known = [job.name for job in jobs([*args.names, ""])]  # every name has ""
+        return job.run(args.words)
+    known = [found.name for found in job.chosen(args.words)]
     print("\n".join(known))
     return known
 
@@ -106,10 +107,11 @@ def warmup(args: argparse.Namespace) -> Any:
 def bench(args: argparse.Namespace) -> Any:
     from . import bench as job
 
-    own = [f"--{name}" for name in ("plot", "short", "study") if getattr(args, name)]
-    given = own if args.length is None else [*own, str(args.length)]
-    if own and len(given) > 1:
-        raise ArgumentError(f"bench: got {' and '.join(given)}; allowed: one of them")
+    tables = [f"--{name}" for name in ("plot", "short", "study") if getattr(args, name)]
+    if args.length == "decode":
+        tables.append("decode")
+    if len(tables) > 1:
+        raise ArgumentError(f"{tables[0]}: got it together with {tables[1]}; allowed: one table")
     if args.length == "decode":
         from . import bench_decode
 
@@ -128,14 +130,14 @@ def bench(args: argparse.Namespace) -> Any:
         return bench_study.run(args.study)
     from ..measure.contenders import Case
 
-    case = Case(args.length or DEFAULT_LENGTH, args.head_dim, args.causal, args.heads, args.batch)
+    case = Case(args.length, args.head_dim, args.causal, args.heads, args.batch)
     return job.run(case, args.iterations, args.threads, args.reference_threads)
 
 
 def explain(args: argparse.Namespace) -> Any:
     import numflash
 
-    shape = (args.batch, args.heads, args.length or DEFAULT_LENGTH, args.head_dim)
+    shape = (args.batch, args.heads, args.length, args.head_dim)
     found = numflash.explain(shape, precision=args.precision, is_causal=args.causal)
     print(found)
     result = found.as_dict()

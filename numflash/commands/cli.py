@@ -50,8 +50,8 @@ def count(name: str, default: int, text: str = "", **more: Any) -> Any:
 
 
 def length(kind: Callable = positive, more: str = "") -> Any:
-    text = f"queries and keys (default {actions.DEFAULT_LENGTH}){more}"
-    return option("length", nargs="?", type=kind, metavar="L", help=text)
+    text = f"queries and keys (default 1024){more}"
+    return option("length", nargs="?", type=kind, default=1024, metavar="L", help=text)
 
 
 HEAD_DIM = count("head_dim", 128, nargs="?")
@@ -95,7 +95,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         "compile kernels ahead of their first call",
         (
             option(
-                "names",
+                "words",
                 nargs="*",
                 metavar="WORD",
                 help="only those with all of these words in their names, as `cache int4 group 3` "
@@ -120,7 +120,8 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             ),
             flag(
                 "--short",
-                "what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch",
+                "what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch; of the "
+                "rest only threads is used",
             ),
             option(
                 "--study",
@@ -285,7 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, words = parser().parse_args(given[:end]), given[end + 1 :]
     if words and args.function is not actions.job:
         parser().error(f"got {' '.join(words)!r} after '--'; allowed: of `numflash job` only")
-    args.words = words
+    if args.function is actions.job:
+        args.words = words
     try:
         if args.json:
             with contextlib.redirect_stdout(io.StringIO()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ from ..api import attention, attention_backward
 from ..cache.kvcache import KVCache
 from ..cache.settings import DTYPES
 from ..errors import ArgumentError, UnsupportedError
-from ..jit import target
 from ..jit.cache_files import files
 from ..measure.console import Progress, Table
 
@@ -77,20 +77,20 @@ def attention_jobs() -> list[Job]:
     """Masks come as broadcast views, the usual case."""
     found = []
     for impl in ("cpu", "portable"):
-        isa = target.available()[0] if impl == "cpu" else impl
         for options in PRECISIONS:
             for words, mask in MASKS.items():
                 if impl == "cpu" or mask is None:
-                    name = f"{' '.join(options.values())} {isa}, {words}"
+                    portable = ", portable" if impl == "portable" else ""
+                    precision = " pv ".join(options.values())
+                    name = f"attention {precision}{portable}, {words}"
                     found.append(Job(name, functools.partial(forward, impl, options, mask)))
     return found
 
 
 def gradient_jobs() -> list[Job]:
-    """The CPU's best kernel, the portable one, and masks."""
-    isas = {"cpu": target.available(target.FLOAT_ISAS)[0], "portable": "portable"}
-    found = [Job(f"gradient {isas[impl]}", functools.partial(gradient, impl)) for impl in isas]
-    for words, mask in list(MASKS.items())[1:]:
+    """The CPU's best kernel, with masks too, and the portable one."""
+    found = [Job("gradient, portable, no mask", functools.partial(gradient, "portable"))]
+    for words, mask in MASKS.items():
         found.append(Job(f"gradient, {words}", functools.partial(gradient, "cpu", mask)))
     return found
 
@@ -107,33 +107,41 @@ def cache_jobs() -> list[Job]:
     return found
 
 
-def jobs(words: Sequence[str] = ()) -> list[Job]:
-    """What has all of the words in its name; without words, what most people need.
+def everything() -> list[Job]:
+    """All that `warmup` knows."""
+    return [*attention_jobs(), *gradient_jobs(), *cache_jobs()]
+
+
+def chosen(given: Sequence[str]) -> list[Job]:
+    """Those whose names have all of the words, "cache int4" and "group 3" being four.
 
     Raises
     ------
     ArgumentError
         No name has them.
     """
-    everything = [*attention_jobs(), *gradient_jobs(), *cache_jobs()]
-    if not words:
-        return [job for job in everything if job.common]
-    found = [job for job in everything if all(w.lower() in job.name.lower() for w in words)]
-    if not found:
+    wanted = words_of(" ".join(given))
+    found = [job for job in everything() if wanted <= words_of(job.name)]
+    if not found or (given and not wanted):
         raise ArgumentError(
-            f"words: got {' '.join(words)!r}, which no kernel's name has; allowed: words of a name in "
+            f"WORD: got {' '.join(given)!r}, which no kernel's name has; allowed: words of a name in "
             "`numflash warmup --list`"
         )
     return found
 
 
+def words_of(text: str) -> set[str]:
+    """The words and numbers of a text, in small letters."""
+    return set(re.findall(r"\w+", text.lower()))
+
+
 def run(words: Sequence[str] = ()) -> dict[str, Any]:
-    """Compile the `jobs`, with progress.
+    """Compile those with the words in their names; without words, what most people need.
 
     Returns the seconds each took (near 0 where the disk cache had it).
     """
     table = Table("compiled", ("kernel", "s"))
-    work = jobs(words)
+    work = chosen(words) if words else [job for job in everything() if job.common]
     start = time.perf_counter()
     with Progress("warmup", len(work)) as progress:
         for name, call, _ in work:

@@ -32,7 +32,7 @@ F = np.float32
 MIN_PAGE = KEY_BLOCK
 # elements of tokens below which starting threads costs more than it saves
 PARALLEL_CHANNELS = 1 << 19
-# cached bytes, of INT4 codes, below which starting threads costs more than it saves
+# cached bytes, each code of INT4 counted as one, below which starting threads costs more than it saves
 SERIAL_BYTES = 512 << 10
 UNLIMITED = 1 << 40
 MATRIX_ROWS = 3  # query rows from which AMX is faster than vectors

@@ -35,7 +35,7 @@ HEADS, HEAD_DIM, VALUE_DIM = 2, 38, 36  # of the examples, in which both are pad
 def tile_of(isa: str) -> tiles.Tile:
     """The tile of an instruction set, wherever it is made: 128-bit vectors on AArch64."""
     if isa in ("sve", "neon_dot"):
-        return tiles.Tile(isa, "int8", 4, 4, 4, v_offset=128, ahead=tiles.AHEAD[""])
+        return tiles.Tile(isa, "int8", 4, 4, 4, v_offset=128, ahead=tiles.ahead(""))
     return tiles.tile(isa, "int8")
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ArgumentError, NumflashError, UnsupportedError
+from ..errors import NumflashError, UnsupportedError
 from ..interop.arguments import choice, flag
-from ..validation.options import PRECISIONS, PV
+from ..validation.options import PRECISIONS, PV, check_weights
 from .sdpa import PYTORCH, scaled_dot_product_attention
 
 logger = logging.getLogger("numflash")
@@ -36,8 +36,8 @@ class use(TorchFunctionMode):
     ----------
     precision : "int8", "float32", "bfloat16", "float16" or None
         As `scaled_dot_product_attention` takes it.
-    pv : "int8", "int16", "bf16" or "fp32"
-        The weights of "int8", as `numflash.attention` takes them.
+    pv : "int8", "int16", "bf16", "fp32" or None
+        The weights of precision "int8", as `numflash.attention` takes them; of no other.
     fallback : bool
         What numflash refuses goes to PyTorch instead of raising; each reason is logged once and
         counted.
@@ -56,10 +56,8 @@ class use(TorchFunctionMode):
         super().__init__()
         if precision is not None:
             choice("precision", precision, PRECISIONS)
-        if pv is not None and choice("pv", pv, PV) and precision != "int8":
-            raise ArgumentError(
-                f"pv: got {pv!r} with precision {precision!r}; allowed: None, or precision 'int8'"
-            )
+        if pv is not None:
+            check_weights(choice("pv", pv, PV), precision)
         self.precision, self.pv, self.fallback = precision, pv, flag("fallback", fallback)
         self.calls = 0
         self.fallbacks: Counter[str] = Counter()

@@ -175,8 +175,8 @@ def scaled_dot_product_attention(
         1 / sqrt(E) unless given.
     precision : "int8", "float32", "bfloat16" or "float16"
         What to compute in: the query's dtype unless given. "int8" is for inference.
-    pv : "int8", "int16", "bf16" or "fp32"
-        The weights of "int8", as `numflash.attention` takes them.
+    pv : "int8", "int16", "bf16", "fp32" or None
+        The weights of precision "int8", as `numflash.attention` takes them; of no other.
 
     Returns
     -------

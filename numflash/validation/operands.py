@@ -11,7 +11,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arrays import Imported, convert, import_array, widen, writable
 from ..tiling import MAX_HEAD_DIM
 from .description import Problem
-from .options import DEFAULT, Options
+from .options import DEFAULT, Options, check_weights
 
 LARGEST_PER_HEAD = 1e20
 LARGEST_INT8_CAP = 1e4
@@ -149,10 +149,8 @@ def describe(query: Any, key: Any, value: Any, options: Options, precision: str)
             f"softcap: got {options.softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
             "the error of its tanh would show"
         )
-    if options.pv is not None and precision != "int8":
-        raise ArgumentError(
-            f"pv: got {options.pv!r} with precision {precision!r}; allowed: None, or precision 'int8'"
-        )
+    if options.pv is not None:
+        check_weights(options.pv, precision)
     left, right = options.limits(l + s)
     counts = lengths("key_lengths", options.key_lengths, b, s)
     mask, bias = split_mask(options.attn_mask, (b, h, l, s))

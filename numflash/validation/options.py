@@ -18,6 +18,14 @@ ALIGNMENTS = ("upper_left", "lower_right")
 IMPLS = ("auto", "reference", "portable", "cpu", "cuda", "cuda-emulator")
 
 
+def check_weights(pv: str, precision: str | None) -> None:
+    """Raise where `pv` is given to another precision than "int8"."""
+    if precision != "int8":
+        raise ArgumentError(
+            f"pv: got {pv!r} with precision {precision!r}; allowed: None, or precision 'int8'"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Options:
     """The options of `numflash.attention`, in its order. Those that need no array are checked here.

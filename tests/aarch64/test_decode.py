@@ -38,7 +38,7 @@ ROWS = 6
 
 def tile(isa, dtype="int8"):
     q_offset, v_offset = (15, 15) if dtype == "int4" else (0, 128)
-    return tiles.Tile(isa, dtype, 4, 4, 4, q_offset, v_offset, ahead=tiles.AHEAD)
+    return tiles.Tile(isa, dtype, 4, 4, 4, q_offset, v_offset, ahead=tiles.ahead(""))
 
 
 @functools.cache

@@ -4,8 +4,10 @@ number of threads.
 
 import numpy as np
 import pytest
+from daily import of_today
 from decode_cases import B, D, G, H, expected, filled, relative, tokens
 from oracles import draw
+from test_decode_int4 import assert_bits as int4_bits
 
 from numflash import reference
 from numflash.cache.kvcache import KVCache
@@ -46,6 +48,24 @@ def test_int8_has_the_bits_of_the_model(isa):
         cache, _, _ = filled(n, n, isa=isa)
         for splits in (1, 2, 3, 7):
             assert_bits(cache, draw((B, H, 1, D), 9), splits)
+
+
+HEIGHTS = [(isa, rows) for isa in ISAS for rows in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("isa", "rows"),
+    [
+        *HEIGHTS[:3:2],  # of the best instruction set: one loop for both planes, and two
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in of_today(HEIGHTS[3:], 5)),
+    ],
+)
+def test_bits_of_every_number_of_rows(isa, rows):
+    """Whole vectors of keys and columns, and some besides, by tiles of every height."""
+    for dtype, bits in (("int8", assert_bits), ("int4", int4_bits)):
+        cache = KVCache(1, 2, 64, 400, dtype, value_dim=80, isa=isa)
+        cache.append(draw((1, 2, 300, 64)), draw((1, 2, 300, 80), 1))
+        bits(cache, draw((1, 2 * rows, 1, 64), 9), 2)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3, 1e18])

@@ -32,9 +32,9 @@ def test_use_nests_and_ends():
 def test_use_passes_the_weights_of_int8(pv):
     query, key, value = (x.numpy() for x in (Q, K, V))
     seen = torch.ones(Q.shape[2], K.shape[2], dtype=torch.bool).tril(2)
-    with torch.no_grad(), nt.use("int8", pv=pv) as routed:
+    with torch.no_grad(), nt.use("int8", fallback=True, pv=pv) as routed:
         found = SDPA(Q, K, V), SDPA(Q, K, V, attn_mask=seen), torch_flex.flex_attention(Q, K, V)
-    assert routed.calls == 3
+    assert routed.calls == 3 and not routed.fallbacks
     plain, masked = (
         numflash.attention(query, key, value, mask, precision="int8", pv=pv)
         for mask in (None, seen.numpy())

@@ -6,10 +6,10 @@ The layouts are those of `tiles`.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import llvmlite.ir as ir
-import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
@@ -78,9 +78,11 @@ def doubled(b, tile, sums, first):
 
 
 def _planes(b, tile, operands, first, rows, nv, keys, prefetched):
-    """rows x nv sums of each plane over `steps` steps, from `first`, a list of them for each plane.
+    """rows x nv sums of each plane, in one loop over `steps` steps that loads the cached vectors once.
 
-    prefetched : bytes ahead that are asked for, 0 for none
+    first : the values that the sums begin with, a list for each plane; the planes' words are
+        `operands.low` apart
+    prefetched : bytes that are prefetched ahead, 0 for none
     """
     words, row_stride, low, cached, cached_step, steps = operands
     pace = 2 if tile.pairs else tile.packed  # steps at a time
@@ -108,7 +110,7 @@ def _planes(b, tile, operands, first, rows, nv, keys, prefetched):
     out = [list(plane) for plane in sums]
     for s in range(pace):
         step = b.add(b.mul(n, I64(pace)), I64(s)) if pace > 1 else n
-        for m, p in np.ndindex(rows, len(first)):
+        for m, p in itertools.product(range(rows), range(len(first))):
             row = b.add(b.mul(row_stride, I64(m)), b.mul(low, I64(p)))
             word = tile.broadcast_word(b, words, b.add(step, row))
             for v in range(nv):

@@ -79,14 +79,15 @@ HIDDEN = -(1 << 31)  # int32 log2 score of a key that is not seen
 #
 # Zen 5's falls behind more: without this INT8 reads at 50 % of a plain sum's rate, with it at 69 %;
 # INT4 takes 9.0 ns a token, 5.8 with 2 KB, 4.9 with 8 KB; bfloat16 28.2, 16.4 with 4 KB, 13.6 with 8
-# KB. A cache that is in L2 or L3 pays for it: integers 1 to 3 %, float32 18 %. Models do not leave it
+# KB. A cache that is in L2 or L3 pays for it: integers and 16 bits 1 to 4 %, float32 18 %. Models do not leave it
 # there, the weights of their other layers pass between two calls.
 #
 # Zen 4's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain
 # sum's rate, where the same products without them reach 94 %. A skipped line stops it: leaving out
 # the 16 lines of scales of 528 a block, or reading them after the keys, costs the products 30 %, a
-# plain sum 16 %. Hence every line of the cache is read, in ascending order (`in_order`).
-AHEAD = {"znver5": 8192, "znver": 0, "": 4096}
+# plain sum 16 %. Hence every line of the cache is read, in ascending order (`in_order`). Zen 1 to 3
+# do as Zen 4; a Zen that is not known yet, too.
+AHEAD = {"znver5": 8192, "znver": 0, "": 4096}  # names that begin with another come first
 
 
 def ahead(cpu: str) -> int:
@@ -195,18 +196,19 @@ class Tile:
     def width(self, rows: int) -> int:
         """Vectors side by side in a tile of `rows` rows, a divisor of nv.
 
-        16 sums with 32 registers, else 8.
+        Up to 16 sums of a plane where vectors have 512 bits or SVE's length, else 8.
         """
         most = 16 if self.lanes == 16 or self.isa in SCALABLE else 8
         return max(n for n in (1, 2, 4) if n <= self.nv and (n == 1 or n * rows <= most))
 
     def together(self, rows: int, vectors: int) -> bool:
-        """Whether one loop multiplies both planes of a query or a weight, as far as registers hold the sums.
+        """Whether one loop multiplies both planes of a query or a weight.
 
-        It loads each cached vector once, and few rows have twice as many independent sums. 28 sums in 32
-        registers gained nothing.
+        It loads each cached vector once, and few rows have twice as many independent sums. Of 32
+        registers 24 sums leave too few: 6 rows of INT8 and 3 of INT4 were spilt. AArch64 takes the limit
+        of 16 registers: it was not timed.
         """
-        return 2 * rows * vectors <= (24 if self.lanes == 16 else 12)
+        return 2 * rows * vectors <= (20 if self.lanes == 16 else 12)
 
     def cached_vector(self, b: ir.IRBuilder, base, index):
         """The operand of all lanes at element `index` of the cache."""
