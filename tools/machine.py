@@ -26,7 +26,7 @@ import numflash
 from numflash.jit.threads import most
 from numflash.measure import roofline
 from numflash.measure.console import Progress, Table
-from numflash.measure.contenders import Case
+from numflash.measure.contenders import Case, on_threads
 from numflash.measure.metrics import errors
 from numflash.measure.short_calls import Calls, in_turns
 
@@ -144,9 +144,8 @@ def milliseconds(seconds: float) -> str:
 
 
 def ratios(calls: Calls, rounds: int = ROUNDS) -> list[str]:
-    """The first call's time on one thread, and the others' over it."""
-    with numflash.num_threads(1):
-        first, *others = in_turns(calls, rounds).values()
+    """The first call's time, and the others' over it."""
+    first, *others = in_turns(calls, rounds).values()
     return [milliseconds(first), *(f"{x / first:.3f}" for x in others)]
 
 
@@ -189,8 +188,7 @@ def case_row(case: Case) -> list[str]:
     wanted = exact(case.arrays, mask=MASKS["causal"] if case.causal else None)
     for name, contender in found.items():
         check(f"{name} at {case}", contender.call(), wanted, contender.precision)
-    with numflash.num_threads(1):
-        times = in_turns({name: contender.call for name, contender in found.items()}, ROUNDS)
+    times = in_turns({name: contender.call for name, contender in found.items()}, ROUNDS)
     cells = [
         milliseconds(times[name])
         if name == contender.peer
@@ -416,9 +414,9 @@ def main() -> None:
     asked = parser.parse_args().sections or list(SECTIONS)
     if wrong := [name for name in asked if name not in SECTIONS]:
         parser.error(f"SECTION: got {wrong[0]!r}; allowed: {', '.join(SECTIONS)}")
-    torch.set_num_threads(1)
     found = [section for name in asked for section in SECTIONS[name]()]
-    with Progress("machine", sum(len(section.rows) for section in found)) as progress:
+    steps = sum(len(section.rows) for section in found)
+    with Progress("machine", steps) as progress, on_threads(1):
         for section in found:
             table = Table(section.title, section.columns)
             for name, measure in section.rows:

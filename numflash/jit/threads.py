@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager, suppress
 from importlib import import_module
 from numbers import Integral
+from typing import Any
 
 import numba
 from numba.core import config
@@ -39,8 +40,8 @@ def count() -> int:
     if _started:  # Numba's own function waits for two locks before it asks
         return int(_started[0]())
     try:
-        threads = int(numba.get_num_threads())
-        _forbid_nested_regions()
+        with _openmp_stays():
+            threads = int(numba.get_num_threads())
         _started.append(getattr(parallel, "_get_num_threads", numba.get_num_threads))
         return threads
     except (ValueError, ImportError) as error:
@@ -52,24 +53,41 @@ def count() -> int:
         ) from None
 
 
-def _forbid_nested_regions() -> None:
-    """Undo what Numba's OpenMP layer does to this thread when it starts: it allows parallel regions
-    inside of parallel regions.
+def _openmp() -> list[Any]:
+    """The OpenMP runtimes that Numba's layer may call, as far as they can be found.
 
-    Where PyTorch shares the runtime, each of its threads would start more for every small product:
-    its attention of one token took 70 ms for 0.5.
+    A name that is there for the whole process comes before the layer's own library: PyTorch loads a
+    runtime of its own in that way.
     """
-    asked = {"OMP_NESTED", "OMP_MAX_ACTIVE_LEVELS"} & os.environ.keys()
-    if asked or numba.threading_layer() != "omp":
+    found = []
+    for where in (None, import_module("numba.np.ufunc.omppool").__file__):
+        with suppress(OSError, AttributeError, TypeError):  # Windows: neither leads to a runtime
+            library = ctypes.CDLL(where)
+            library.omp_get_max_threads  # noqa: B018
+            found.append(library)
+    return found
+
+
+@contextmanager
+def _openmp_stays() -> Iterator[None]:
+    """Undo what Numba's OpenMP layer does to this thread when it starts: it sets the number of threads
+    and allows parallel regions inside of parallel regions.
+
+    Where PyTorch shares the runtime, `torch.set_num_threads` would be undone, and each of its threads
+    would start more for every small product: its attention of one token took 70 ms for 0.5.
+    """
+    try:  # the import does not start the layer
+        before = [(runtime, runtime.omp_get_max_threads()) for runtime in _openmp()]
+    except ImportError:
+        before = []
+    yield
+    if numba.threading_layer() != "omp":
         return
-    layer = import_module("numba.np.ufunc.omppool")
-    with suppress(OSError, AttributeError):  # where it does not lead to the runtime's functions
-        ctypes.CDLL(layer.__file__).omp_set_max_active_levels(1)
-
-
-def started() -> bool:
-    """Whether Numba's threading layer is loaded."""
-    return bool(_started)
+    nested = {"OMP_NESTED", "OMP_MAX_ACTIVE_LEVELS"} & os.environ.keys()
+    for runtime, threads in before:
+        runtime.omp_set_num_threads(threads)
+        if not nested:
+            runtime.omp_set_max_active_levels(1)
 
 
 def check_memory_for_threads() -> None:

@@ -181,9 +181,7 @@ def on_threads(threads: int) -> Iterator[None]:
 
     before = torch.get_num_threads()
     try:
-        with limit(
-            threads
-        ):  # first: starting Numba's threads resets the number that PyTorch shares with it
+        with limit(threads):
             torch.set_num_threads(threads)
             yield
     finally:

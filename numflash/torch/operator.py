@@ -90,19 +90,14 @@ class pytorch_threads:
     """As many threads for a kernel as PyTorch would take."""
 
     def __enter__(self) -> None:
-        self.wanted = torch.get_num_threads()
-        self.first = not threads.started()
         self.before = threads.count()
-        self.now = min(self.wanted, threads.most())
+        self.now = min(torch.get_num_threads(), threads.most())
         if self.now != self.before:
             threads.set_num_threads(self.now)
 
     def __exit__(self, *error: object) -> None:
         if self.now != self.before:
             threads.set_num_threads(self.before)
-        # Numba's first parallel kernel changes it
-        if self.first and torch.get_num_threads() != self.wanted:
-            torch.set_num_threads(self.wanted)
 
 
 def _array(x: Tensor) -> np.ndarray:
