@@ -53,16 +53,21 @@ def count() -> int:
         ) from None
 
 
-def _openmp() -> list[Any]:
-    """The OpenMP runtimes that Numba's layer may call, as far as they can be found.
+def _openmp(layer: str | None = None) -> list[Any]:
+    """The OpenMP runtimes of this process, as far as they can be found; nothing is loaded for it.
 
-    A name that is there for the whole process comes before the layer's own library: PyTorch loads a
-    runtime of its own in that way.
+    PyTorch brings a runtime whose names the whole process sees; others are found by GNU's name.
+    `layer`: the file of Numba's layer, which leads to its own.
     """
+    places: list[tuple[str | None, int]] = []
+    if hasattr(os, "RTLD_NOLOAD"):
+        places += [(None, 0), ("libgomp.so.1", os.RTLD_NOLOAD)]
+    if layer:
+        places.append((layer, 0))
     found = []
-    for where in (None, import_module("numba.np.ufunc.omppool").__file__):
-        with suppress(OSError, AttributeError, TypeError):  # Windows: neither leads to a runtime
-            library = ctypes.CDLL(where)
+    for name, mode in places:
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, ctypes.DEFAULT_MODE | mode)
             library.omp_get_max_threads  # noqa: B018
             found.append(library)
     return found
@@ -76,17 +81,14 @@ def _openmp_stays() -> Iterator[None]:
     Where PyTorch shares the runtime, `torch.set_num_threads` would be undone, and each of its threads
     would start more for every small product: its attention of one token took 70 ms for 0.5.
     """
-    try:  # the import does not start the layer
-        before = [(runtime, runtime.omp_get_max_threads()) for runtime in _openmp()]
-    except ImportError:
-        before = []
+    before = [(runtime, runtime.omp_get_max_threads()) for runtime in _openmp()]
     yield
     if numba.threading_layer() != "omp":
         return
-    nested = {"OMP_NESTED", "OMP_MAX_ACTIVE_LEVELS"} & os.environ.keys()
     for runtime, threads in before:
         runtime.omp_set_num_threads(threads)
-        if not nested:
+    if not {"OMP_NESTED", "OMP_MAX_ACTIVE_LEVELS"} & os.environ.keys():
+        for runtime in _openmp(import_module("numba.np.ufunc.omppool").__file__):
             runtime.omp_set_max_active_levels(1)
 
 

@@ -739,6 +739,12 @@ MUTANTS = [
     ),
     Mutant(
         "jit/threads.py",
+        "runtime.omp_set_num_threads(threads)",
+        "runtime.omp_get_max_threads()",
+        "tests/pytorch/test_torch_memory.py -k stay_as_they_are",
+    ),
+    Mutant(
+        "jit/threads.py",
         "omp_set_max_active_levels(1)",
         "omp_set_max_active_levels(9)",
         "tests/test_threads.py -k openmp",
