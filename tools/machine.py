@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+# The checks multiply with NumPy, whose threads would keep a core for a while after each product:
+# calls on two threads then took twice as long as on one.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import torch

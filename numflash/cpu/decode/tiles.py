@@ -85,8 +85,8 @@ HIDDEN = -(1 << 31)  # int32 log2 score of a key that is not seen
 # Zen 4's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain
 # sum's rate, where the same products without them reach 94 %. A skipped line stops it: leaving out
 # the 16 lines of scales of 528 a block, or reading them after the keys, costs the products 30 %, a
-# plain sum 16 %. Hence every line of the cache is read, in ascending order (`in_order`). Zen 1 to 3
-# do as Zen 4; a Zen that is not known yet, too.
+# plain sum 16 %. Hence every line of the cache is read, in ascending order (`in_order`).
+# Other Zens were not measured and are treated as Zen 4.
 AHEAD = {"znver5": 8192, "znver": 0, "": 4096}  # names that begin with another come first
 
 
