@@ -3,6 +3,7 @@
 import ctypes
 
 import numpy as np
+import pytest
 
 from numflash.flex.fused import Fused
 from numflash.flex.prepared import prepare
@@ -29,3 +30,24 @@ def test_tanh_is_within_its_error_and_never_beyond_one():
     assert (np.abs(y - wanted) <= 3e-7 * np.abs(wanted)).all()
     assert np.abs(y).max() <= 1
     assert np.isnan(changed(lambda score, b, h, q, k: np.tanh(score), np.float32([np.nan])))[0]
+
+
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_sine_is_within_its_error_up_to_many_turns_and_never_beyond_one(name):
+    function = getattr(np, name)
+    near_zeros = np.arange(-63_000, 63_000) * (np.pi / 2)
+    some = [np.linspace(-10, 10, 1_000_003), np.linspace(-1e5, 1e5, 1_000_003), near_zeros]
+    x = np.concatenate([*some, np.logspace(-37, 0, 10_000)]).astype(np.float32)
+    y = changed(lambda score, b, h, q, k: function(score), x)
+    wanted = function(x.astype(np.float64))
+    assert (np.abs(y - wanted) <= 3e-7 * np.maximum(np.abs(wanted), 0.5)).all()
+    far = np.float32([1e6, -3e7, 1e30, -3e38])
+    assert np.abs(changed(lambda score, b, h, q, k: function(score), far)).max() <= 1
+    none = np.float32([np.inf, -np.inf, np.nan])
+    assert np.isnan(changed(lambda score, b, h, q, k: function(score), none)).all()
+
+
+def test_sine_of_a_small_number_keeps_its_digits():
+    x = np.concatenate([np.logspace(-37, 0, 100_000), [0.0]]).astype(np.float32)
+    y = changed(lambda score, b, h, q, k: np.sin(score), x)
+    assert (np.abs(y - np.sin(x.astype(np.float64))) <= 3e-7 * np.sin(x.astype(np.float64))).all()
