@@ -63,7 +63,7 @@ def check_changes(softcap: Any, alibi_slopes: Any, mask: Any, shape: tuple[int, 
     softcap = factor("softcap", softcap, 0.0)
     if not softcap and alibi_slopes is None and mask is None:
         return NOTHING
-    slopes = None if alibi_slopes is None else of_heads("alibi_slopes", alibi_slopes, shape[1])
+    slopes = None if alibi_slopes is None else slopes_of(alibi_slopes, shape[1])
     return Changes(softcap, slopes, None if mask is None else _mask(mask, shape[0], shape[2]))
 
 
@@ -89,6 +89,22 @@ def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, memory: Memo
 def _fused() -> Any:
     """`flex.fused`: by name, as a cache finds its backend; functions are compiled for the CPU."""
     return importlib.import_module("..flex.fused", __package__)
+
+
+def slopes_of(x: Any, heads: int) -> np.ndarray:
+    """ALiBi's slopes, (H,) float32: the same array for the same numbers, which `Plan.change` then
+    knows. A model passes them with every token.
+    """
+    if type(x) is np.ndarray and x.dtype == F and x.shape == (heads,):
+        return _checked_slopes(x.tobytes())
+    return of_heads("alibi_slopes", x, heads)
+
+
+@functools.lru_cache(maxsize=64)
+def _checked_slopes(numbers: bytes) -> np.ndarray:
+    array = np.frombuffer(numbers, F)
+    of_heads("alibi_slopes", array, array.size)
+    return array
 
 
 def of_heads(name: str, x: Any, heads: int) -> np.ndarray:

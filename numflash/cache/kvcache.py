@@ -215,14 +215,14 @@ class KVCache(Appending):
         functions = score_mod is not None or mask_mod is not None
         options = alibi_slopes is not None or mask is not None
         changed = functions or options or type(softcap) not in (float, int) or softcap != 0
-        plain = return_lse is False and sinks is None and not options
+        plain = return_lse is False and sinks is None and mask is None
         plain = plain and not (changed and self.smooth)
         if plain and is_float32(query):
             wanted = memory.calls.results.get(query.shape)
             if wanted is not None:
                 changes = NOTHING
                 if changed:
-                    changes = check_changes(softcap, None, None, query.shape)
+                    changes = check_changes(softcap, alibi_slopes, None, query.shape)
                 if functions:
                     changes = with_functions(changes, score_mod, mask_mod, memory)
                 return self._equal_decode(memory, query, wanted, scale, splits, out, changes)
@@ -286,8 +286,8 @@ class KVCache(Appending):
         out: np.ndarray | None,
         changes: Changes,
     ) -> np.ndarray:
-        """A plain call like one before, but for functions and a soft cap: `scale`, `splits` and
-        `out` are still to be checked.
+        """A plain call like one before, but for functions, a soft cap and slopes: `scale`, `splits`
+        and `out` are still to be checked.
         """
         changed = changes is not NOTHING
         plan, c = memory.calls.plan(query.shape, scale, splits, memory.longest, changed)

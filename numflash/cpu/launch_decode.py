@@ -139,7 +139,8 @@ class Plan:
         self.unit = LOG2E_Q8 if t.exact else F(LOG2E_Q8 / 256)
         self.store: Store | None = None  # whose addresses `numbers` has
         self.options: Options | None = None  # whose addresses `numbers` has
-        self.softcap: float | None = None  # where it is all that they are
+        # the soft cap and the slopes, where they are all that they are
+        self.known: tuple[float | None, np.ndarray | None] = None, None
         self.again = False  # whether the last call left rows to do again
         s = self.scratch
         numbers = Numbers(
@@ -162,14 +163,16 @@ class Plan:
 
         shift (B, H, L) float32 in units of the soft cap, natural ones with functions, or None.
         """
-        arrays = shift is not None or changes.slopes is not None or changes.mask is not None
-        if arrays or self.softcap != changes.softcap:
+        arrays = shift is not None or changes.mask is not None
+        softcap, slopes = self.known
+        if arrays or softcap != changes.softcap or slopes is not changes.slopes:
             self._set_options(changes, shift)
-            self.softcap = None if arrays else changes.softcap
+            self.known = None if arrays else changes.softcap, changes.slopes
         function = frame = 0
         if changes.functions is not None:
-            batch, kv_heads, rows, _ = self.shape
-            function, frame = changes.functions.address_of(batch, kv_heads * rows // self.queries)
+            (batch, kv_heads, rows, _), t = self.shape, self.kernel[0]
+            heads, kind = kv_heads * rows // self.queries, "integers" if t.exact else "floats"
+            function, frame = changes.functions.address_of(batch, heads, kind)
         self.numbers[FUNCTION], self.numbers[FRAME] = function, frame
 
     def _set_options(self, changes: Changes, shift: np.ndarray | None) -> None:

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from ..cpu.isa.score_calls import function_type
-from .graph import Node
+from .graph import INDICES, Node
 from .lanes import F32, F64, I1, I16, I32, I64, MAGIC, Lanes
 from .operations import cast, operation
 from .program import Program
@@ -51,25 +52,14 @@ def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:
 class TileWriter(Memory):
     """Values of a program's nodes while its function is written."""
 
+    NAMES: tuple[str, ...] = (
+        "frame", "x", "slope", "base", "stride", "rows", "count", "b", "h", "q", "k", "scale", "unit",
+    )  # fmt: skip
+
     def __init__(self, program: Program, form: Form, function: ir.Function) -> None:
         self.program, self.form = program, form
         self.b = ir.IRBuilder(function.append_basic_block("entry"))
-        names = (
-            "frame",
-            "x",
-            "slope",
-            "base",
-            "stride",
-            "rows",
-            "count",
-            "b",
-            "h",
-            "q",
-            "k",
-            "scale",
-            "unit",
-        )
-        self.args = dict(zip(names, function.args, strict=True))
+        self.args = dict(zip(self.NAMES, function.args, strict=True))
         for name, x in self.args.items():
             x.name = name
         self.real = F64 if form.double else F32
@@ -80,11 +70,6 @@ class TileWriter(Memory):
         self.values: dict[int, Any] = {}
         self.pieces: dict[int, tuple[Any, list[Any]]] = {}
         self.mask: Any = None  # of the lanes that exist, in the last vector of a row
-        self.integers = self.b.bitcast(self.args["slope"], I16.as_pointer())
-        self.rounds = self.b.icmp_unsigned(
-            "!=", self.integers, ir.Constant(self.integers.type, None)
-        )
-        self.hides = any(self._may_hide(x) for x in program.nodes)
 
     def _may_hide(self, x: Node) -> bool:
         """Whether a node is written to hide scores: -inf, or an array's elements, which may be."""
@@ -95,6 +80,9 @@ class TileWriter(Memory):
     def write(self) -> None:
         b = self.b
         args = self.args
+        self.integers = b.bitcast(args["slope"], I16.as_pointer())
+        self.rounds = b.icmp_unsigned("!=", self.integers, ir.Constant(self.integers.type, None))
+        self.hides = any(self._may_hide(x) for x in self.program.nodes)
         self._tables()
         self._compute(ONCE)
         zero = cgutils.alloca_once_value(b, I32(0))
@@ -108,41 +96,39 @@ class TileWriter(Memory):
             if not (self.form.double or self.form.gradient):
                 self._begin_row(row.index)
             start = b.mul(row.index, args["stride"])
-            whole = b.sdiv(args["count"], I64(self.form.lanes))
-            with cgutils.for_range(b, whole, intp=I64) as turn:
-                self._vector(start, b.mul(turn.index, I64(self.form.lanes)), None)
-            if self.form.lanes > 1:
-                done = b.mul(whole, I64(self.form.lanes))
-                rest = b.sub(args["count"], done)
-                with b.if_then(b.icmp_signed(">", rest, I64(0))):
-                    lanes = ir.Constant(
-                        ir.VectorType(I32, self.form.lanes), list(range(self.form.lanes))
-                    )
-                    self._vector(
-                        start, done, b.icmp_signed("<", lanes, self.many.splat(b.trunc(rest, I32)))
-                    )
+            self._over_vectors(functools.partial(self._vector, start))
         b.ret_void()
+
+    def _over_vectors(self, body: Callable[[], None]) -> None:
+        """body() for every vector of a row, the last one under a mask where it is not whole."""
+        b, lanes, count = self.b, self.form.lanes, self.args["count"]
+        whole = b.sdiv(count, I64(lanes))
+        with cgutils.for_range(b, whole, intp=I64) as turn:
+            self.column, self.mask = b.mul(turn.index, I64(lanes)), None
+            body()
+        if lanes == 1:
+            return
+        self.column = b.mul(whole, I64(lanes))
+        rest = b.sub(count, self.column)
+        with b.if_then(b.icmp_signed(">", rest, I64(0))):
+            places = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
+            self.mask = b.icmp_signed("<", places, self.many.splat(b.trunc(rest, I32)))
+            body()
 
     def _compute(self, level: int) -> None:
         for x in self.program.nodes:
             if self.level(x) == level:
                 self.values[x.number] = self._value(x)
 
-    def _vector(self, start: Any, column: Any, mask: Any) -> None:
-        """One vector of a row, in which only the lanes of `mask` exist."""
+    def _vector(self, start: Any) -> None:
+        """One vector of a row, in which only the lanes of the mask exist."""
         b = self.b
         many = self.many
-        self.mask, self.column = mask, column
-        at = b.add(start, column)
+        at = b.add(start, self.column)
         pointer = b.gep(self.args["x"], [at])
         self.raw = self._read(pointer)
         self._compute(PER_VALUE)
-        score, slope, seen = self.program.roots_by_name
-        unit = self.args["unit"]
-        if score is None:
-            x = many.mul(self.raw, many.splat(self.one.mul(self.args["scale"], unit)))
-        else:
-            x = self._times(score, unit)
+        x, slope = self._changed(), self.program.roots_by_name[1]
         if self.form.gradient:
             self._store(self._unless_hidden(x, many.number(-math.inf)), pointer)
             d = many.number(1.0) if slope is None else self.get(slope)
@@ -157,6 +143,13 @@ class TileWriter(Memory):
                     self._store(found, b.gep(self.integers, [at]))
                 with unrounded:
                     self._store(self._unless_hidden(x, many.number(-math.inf)), pointer)
+
+    def _changed(self) -> Any:
+        """The score as the score function leaves it, in the caller's units."""
+        score, unit = self.program.roots_by_name[0], self.args["unit"]
+        if score is None:
+            return self.many.mul(self.raw, self.many.splat(self.one.mul(self.args["scale"], unit)))
+        return self._times(score, unit)
 
     def _unless_hidden(self, x: Any, hidden: Any) -> Any:
         seen = self.program.roots_by_name[2]
@@ -189,10 +182,8 @@ class TileWriter(Memory):
         return b.select(hidden, many.fill(I16, LOWEST), n)
 
     def _value(self, x: Node) -> Any:
-        scalar = self.level(x) < PER_VALUE
+        scalar = self.scalar(x)
         lanes = self.one if scalar else self.many
-        if x.op in ("b", "h"):
-            return self._index(self.args[x.op])
         if x.op == self.row_index:
             return self.row
         if x.op == self.lane_index:
@@ -201,6 +192,8 @@ class TileWriter(Memory):
             return self.b.add(
                 lanes.splat(first), ir.Constant(lanes.of(self.whole), steps if lanes.n > 1 else 0)
             )
+        if x.op in INDICES:
+            return self._index(self.args[x.op])
         if x.op == "score":
             return lanes.mul(self.raw, lanes.splat(self.args["scale"]))
         if x.op == "const":
@@ -220,9 +213,9 @@ class TileWriter(Memory):
         """The operand of a product of a score and what is no vector, or of such a quotient."""
         if x.kind != "f" or x.op not in ("mul", "div") or "score" not in x.uses:
             return None
-        if self.level(x.args[1]) < PER_VALUE:
+        if self.scalar(x.args[1]):
             return x.args[0]
-        return x.args[1] if x.op == "mul" and self.level(x.args[0]) < PER_VALUE else None
+        return x.args[1] if x.op == "mul" and self.scalar(x.args[0]) else None
 
     def _times(self, x: Node, *factors: Any) -> Any:
         """A node's value times scalars, with as few products of vectors as possible.
@@ -232,14 +225,15 @@ class TileWriter(Memory):
         nothing.
         """
         b, one, many = self.b, self.one, self.many
-        if self.level(x) < PER_VALUE:
+        if self.scalar(x):
             return many.splat(functools.reduce(one.mul, factors, self.values[x.number]))
         operand = self._multiplied(x)
         if operand is not None:
             other = self.values[x.args[1 if operand is x.args[0] else 0].number]
             other = other if x.op == "mul" else b.fdiv(one.number(1.0), other)
             return self._times(operand, *factors, other)
-        if x.op in ("add", "sub") and x.kind == "f" and any(map(self._takes_factor, x.args)):
+        in_sum = x.op in ("add", "sub") and x.kind == "f" and self.level(x) == PER_VALUE
+        if in_sum and any(map(self._takes_factor, x.args)):
             return getattr(many, x.op)(*(self._times(y, *factors) for y in x.args))
         if x.op == "score":
             return many.mul(
@@ -249,8 +243,9 @@ class TileWriter(Memory):
 
     def _takes_factor(self, x: Node) -> bool:
         """Whether a scalar factor of a node costs no product of vectors."""
-        free = self.level(x) < PER_VALUE or x.op == "score" or self._multiplied(x) is not None
-        return free or (x.op in ("add", "sub") and all(map(self._takes_factor, x.args)))
+        free = self.scalar(x) or x.op == "score" or self._multiplied(x) is not None
+        in_sum = x.op in ("add", "sub") and self.level(x) == PER_VALUE
+        return free or (in_sum and all(map(self._takes_factor, x.args)))
 
     def _constant(self, x: Node) -> Any:
         at = self.program.parameters.get(x.number)

@@ -141,6 +141,16 @@ class Fused:
         changes = int(self.prepared.score is not None)
         return self._with_blocks({"unmasked": changes, **_place("masked", plans[key])})
 
+    def cached(self, shape: Shape, kind: str) -> Tile:
+        """The tile function of decoding: see `InCache.address_of`."""
+        plans, key = self.prepared.plans, (kind, shape)
+        if key not in plans:
+            made = Program(
+                self.prepared.graph, self.prepared.score, None, self.prepared.mask, shape
+            )
+            self._keep(key, tile(made, cached=kind))
+        return plans[key]
+
     def on_device(self, shape: Shape) -> OnDevice:
         """The functions of a problem of shape (B, H, L, S) as CUDA kernels take them."""
         from .device import DeviceProgram, on_device
@@ -152,8 +162,18 @@ class Fused:
         program = DeviceProgram(prepared.graph, prepared.score, None, prepared.mask, reach)
         return on_device(program, batches)
 
-    def _tile(self, score: Any, slope: Any, mask: Any, shape: Shape, *form: bool) -> Tile:
-        return tile(Program(self.prepared.graph, score, slope, mask, shape), *form)
+    def _tile(
+        self,
+        score: Any,
+        slope: Any,
+        mask: Any,
+        shape: Shape,
+        double: bool = False,
+        gradient: bool = False,
+        cached: str = "",
+    ) -> Tile:
+        program = Program(self.prepared.graph, score, slope, mask, shape)
+        return tile(program, double, gradient, cached)
 
     def _keep(self, key: Any, value: Any) -> None:
         plans = self.prepared.plans
@@ -211,8 +231,10 @@ class InCache:
         self.longest = longest
         self.tile: Tile | None = None
 
-    def address_of(self, batch: int, heads: int) -> tuple[int, int]:
+    def address_of(self, batch: int, heads: int, kind: str) -> tuple[int, int]:
         """Addresses of the tile function and of its frame, alive as long as this object.
+
+        kind : of the scores, "floats" or "integers"
 
         Raises
         ------
@@ -221,8 +243,7 @@ class InCache:
         """
         self.fused.prepared.check((batch, heads, self.longest, self.longest))
         reach = 1 << max(0, self.longest - 1).bit_length()
-        self.tile = self.fused._pair((batch, heads, reach, reach), False).masked
-        assert self.tile is not None
+        self.tile = self.fused.cached((batch, heads, reach, reach), kind)
         return self.tile.address, self.tile.data
 
     def change(self, scores: np.ndarray, b: int, h: int, q: int, k: np.ndarray) -> np.ndarray:

@@ -25,7 +25,11 @@ LOG2E = 1 / math.log(2)
 LN2 = math.log(2)
 # 1.5 * 2**23: adding it rounds a float32 below 2**22 to an integer, ties to even
 MAGIC = 12582912.0
-PI_PARTS = (3.140625, 9.65118408203125e-4, 2.5351816930e-6)  # its first 8 bits, the next 8, the rest
+PI_PARTS = (
+    3.140625,
+    9.65118408203125e-4,
+    2.5351816930e-6,
+)  # its first 8 bits, the next 8, the rest
 # (sin(r) / r - 1) / r**2 up to half a turn in powers of r * r, minimax in relative error: 6.1e-9
 SIN = (-1.66666595e-1, 8.33306584e-3, -1.98095709e-4, 2.60570570e-6)
 ATANH = (2 / 3, 2 / 5, 2 / 7, 0.2222222)

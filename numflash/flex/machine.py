@@ -25,8 +25,9 @@ from numba.core.registry import cpu_target
 
 from ..jit.disk_cache import logger, source_digest
 from ..jit.target import FLOAT_ISAS, missing
-from .emit import Form, emit
+from . import emit, emit_cached
 from .program import Program
+from .tile_memory import Form
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def lanes_of_target() -> int:
     return next((n for isa, n in lanes.items() if not missing(isa, FLOAT_ISAS)), 4)
 
 
-def tile(program: Program, double: bool = False, gradient: bool = False) -> Tile:
-    """The tile function of a program, compiled unless it is known."""
-    form = Form(double, 1 if double else lanes_of_target(), gradient)
+def tile(program: Program, double: bool = False, gradient: bool = False, cached: str = "") -> Tile:
+    """The tile function of a program in a `Form`, compiled unless it is known."""
+    form = Form(double, 1 if double else lanes_of_target(), gradient, cached)
     return Tile(machine_code(program, form), program.frame(), tuple(program.arrays))
 
 
@@ -115,7 +116,7 @@ def compile_program(codegen: Any, program: Program, form: Form, name: str) -> An
     library = codegen.create_library(name)
     library.enable_object_caching()
     module = library.create_ir_module(name)
-    emit(module, name, program, form)
+    (emit_cached if form.cached else emit).emit(module, name, program, form)
     library.add_ir_module(module)
     library.finalize()
     return library

@@ -18,9 +18,11 @@ from .program import Program, Table
 
 BYTES = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
          "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8}  # fmt: skip
+# How often a node is computed; from PER_KEY on in vectors.
 ONCE = 0
 PER_ROW = 1
-PER_VALUE = 2
+PER_KEY = 2  # once for all rows, where these are query heads at one position
+PER_VALUE = 3
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class Form:
     double : scores are float64
     lanes : values of a vector
     gradient : rows are keys, and the slope is written too
+    cached : of decoding (`emit_cached`), over "floats" or "integers"; else ""
     """
 
     double: bool
     lanes: int
     gradient: bool = False
+    cached: str = ""
 
 
 class Memory:
@@ -68,10 +72,14 @@ class Memory:
             return PER_VALUE
         return PER_ROW if self.row_index in x.uses else ONCE
 
+    def scalar(self, x: Node) -> bool:
+        """Whether a node has one value for all lanes."""
+        return self.level(x) <= PER_ROW
+
     def get(self, x: Node) -> Any:
         """A node's value in every lane."""
         value = self.values[x.number]
-        return self.many.splat(value) if self.level(x) < PER_VALUE else value
+        return self.many.splat(value) if self.scalar(x) else value
 
     def _index(self, x: Any) -> Any:
         return x if self.whole == I64 else self.b.trunc(x, I32)
@@ -154,7 +162,7 @@ class Memory:
 
     def _load_vector(self, x: Node, table: Table, base: Any, element: ir.Type) -> Any:
         b = self.b
-        moving = [axis for axis, y in enumerate(x.args) if self.level(y) == PER_VALUE]
+        moving = [axis for axis, y in enumerate(x.args) if not self.scalar(y)]
         still = [axis for axis in range(len(x.args)) if axis not in moving]
         start = b.gep(base, [self._scalar_offset(x, table, still, self.values)])
         last = len(x.args) - 1
@@ -239,7 +247,7 @@ class Memory:
         if x.op == self.lane_index:
             return 1
         if x.op in ("add", "sub"):
-            left, right = (self.level(y) == PER_VALUE for y in x.args)
+            left, right = (not self.scalar(y) for y in x.args)
             if left and not right:
                 return self._direction(x.args[0])
             if right and not left:

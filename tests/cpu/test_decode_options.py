@@ -184,9 +184,19 @@ def test_a_call_has_its_own_options_whatever_the_last_one_had():
         {"softcap": 2.0}, {"softcap": 3.0}, {}, {"softcap": 3.0}, {"alibi_slopes": np.ones(4)},
         {"score_mod": lambda s, *at: s * 2}, {"score_mod": lambda s, *at: s * 2, "softcap": 2.0},
         {"softcap": 2.0}, {"softcap": 2.0, "alibi_slopes": np.ones(4)}, {"softcap": 2.0},
+        {"alibi_slopes": SLOPES}, {"alibi_slopes": 2 * SLOPES}, {"alibi_slopes": SLOPES}, {},
+        {"alibi_slopes": SLOPES, "softcap": 2.0}, {"mask": np.zeros((1, 1), bool)},
+        {"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES, "score_mod": lambda s, *at: s * 2},
     ]  # fmt: skip
     cache = filled()
     for options in calls:
         assert np.array_equal(cache.decode(q, **options), filled().decode(q, **options))
-    with pytest.raises(ArgumentError, match="softcap"):
-        cache.decode(q, softcap=-1.0)
+    slopes = SLOPES.copy()
+    before = cache.decode(q, alibi_slopes=slopes)
+    slopes += 1  # the same array, other numbers
+    after = cache.decode(q, alibi_slopes=slopes)
+    assert np.array_equal(after, filled().decode(q, alibi_slopes=slopes))
+    assert not np.array_equal(after, before)
+    for wrong in ({"softcap": -1.0}, {"alibi_slopes": SLOPES * np.float32(np.inf)}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            cache.decode(q, **wrong)

@@ -7,8 +7,10 @@ import numflash
 from flex import gallery as g
 from numflash.errors import ArgumentError, ArgumentTypeError
 
-B, H, KV, D = 2, 4, 2, 32
-NEW = 4  # the kernels of tests/cpu/test_decode_options.py
+B, KV, D = 2, 2, 32
+H, NEW = 4, 4  # the kernels of tests/cpu/test_decode_options.py
+# query heads and new tokens; rows of one token are heads, and one call of a function serves them
+ROWS = pytest.mark.parametrize(("heads", "new"), [(H, NEW), (4 * H, 1)])
 CLOSE = {"float32": 3e-5, "int8": 8e-2}
 SCORES = [g.alibi, g.relative_bias, g.softcap, g.t5_bias, g.causal_in_score]
 MASKS = [None, g.documents, g.local_and_sinks]
@@ -18,10 +20,10 @@ KEY, VALUE = (rng.standard_normal((B, KV, 150, D)).astype(np.float32) for _ in "
 
 def oracle(query, key, value, score_mod, mask_mod, window=None, sinks=0):
     """Output and LSE (B, H, L, ...) in float64 of the last tokens of all keys."""
-    new, count = query.shape[2], key.shape[2]
-    b, h = np.arange(B)[:, None, None, None], np.arange(H)[:, None, None]
+    heads, new, count = query.shape[1], query.shape[2], key.shape[2]
+    b, h = np.arange(B)[:, None, None, None], np.arange(heads)[:, None, None]
     q, k = (np.arange(new) + count - new)[:, None], np.arange(count)
-    key, value = (np.repeat(x.astype(np.float64), H // KV, 1) for x in (key, value))
+    key, value = (np.repeat(x.astype(np.float64), heads // KV, 1) for x in (key, value))
     with np.errstate(all="ignore"):
         s = query.astype(np.float64) @ key.swapaxes(2, 3) / np.sqrt(D)
         s = s if score_mod is None else score_mod(s, b, h, q, k)
@@ -60,8 +62,9 @@ def test_against_float64(dtype, options):
     check(found, oracle(query, key, VALUE, None, g.dilated), CLOSE[dtype])
 
 
+@ROWS
 @pytest.mark.parametrize("options", [{}, {"smooth": True}], ids=str)
-def test_runs_of_whole_blocks(options):
+def test_runs_of_whole_blocks(options, heads, new):
     """Each head, row, block and token has its own change; a token that is not finite is among them."""
     key, value = (rng.standard_normal((B, KV, 290, D)).astype(np.float32) for _ in "kv")
     key += 4 * ("smooth" in options)
@@ -70,29 +73,30 @@ def test_runs_of_whole_blocks(options):
     bad = key.copy()
     bad[0, 0, 230] = np.nan  # hidden from head 0, not from head 1
     cache.append(bad[:, :, 200:], value[:, :, 200:])
-    table = rng.standard_normal((B, H, 290)).astype(np.float32)
+    table = rng.standard_normal((B, heads, 290)).astype(np.float32)
 
     def score_mod(score, b, h, q, k):
-        return score + table[b, h, k] - 0.02 * (h + 1) * (q - k)
+        return np.where(score > 0, score, score / 2) + table[b, h, k] - 0.02 * (h + 1) * (q - k)
 
     def mask_mod(b, h, q, k):
         return (h > 0) | (k != 230)
 
-    query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+    query = rng.standard_normal((B, heads, new, D)).astype(np.float32)
     cache.decode(query)
     first, second = (cache.decode(query, score_mod=score_mod, mask_mod=mask_mod) for _ in "12")
     wanted, _ = oracle(query, key, value, score_mod, mask_mod)
-    spoiled = np.zeros((B, H), bool)
-    spoiled[0, 1] = True
+    spoiled = np.zeros((B, heads), bool)
+    spoiled[0, 1 : heads // KV] = True
     assert np.isnan(first[spoiled]).all()
     assert np.abs(first[~spoiled] - wanted[~spoiled]).max() <= CLOSE["int8"]
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(cache.decode(query), cache.decode(query, scale=D**-0.5))
 
 
+@ROWS
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("sinks", [0, 5])
-def test_a_ring_gives_positions(dtype, sinks):
+def test_a_ring_gives_positions(dtype, sinks, heads, new):
     key, value = (rng.standard_normal((B, KV, 700, D)).astype(np.float32) for _ in "kv")
     cache = numflash.KVCache(B, KV, D, 1, dtype, window=90, sinks=sinks)
     table = rng.standard_normal(701).astype(np.float32)
@@ -106,33 +110,34 @@ def test_a_ring_gives_positions(dtype, sinks):
     for at in (60, 101, 128, 333, 700):
         held = int(cache.lengths[0])
         cache.append(key[:, :, held:at], value[:, :, held:at])
-        query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+        query = rng.standard_normal((B, heads, new, D)).astype(np.float32)
         found = cache.decode(query, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
         wanted = oracle(query, key[:, :, :at], value[:, :, :at], score_mod, mask_mod, 90, sinks)
         check(found, wanted, CLOSE[dtype])
 
 
+@ROWS
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_what_the_mask_hides_stays_out(dtype):
+def test_what_the_mask_hides_stays_out(dtype, heads, new):
     key = KEY.copy()
     key[0, 0, 20] = np.nan  # hidden from all rows
-    key[1, 1, 30] = np.inf  # hidden from heads 2 and 3 only where the score says so
+    key[1, 1, 30] = np.inf  # hidden from all heads but the last one, by the score
     value = VALUE.copy()
     value[0, 1, 21] = np.inf
     cache = numflash.KVCache(B, KV, D, 256, dtype)
     cache.append(key, value)
-    query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+    query = rng.standard_normal((B, heads, new, D)).astype(np.float32)
 
     def mask_mod(b, h, q, k):
         return ((k != 20) & (k != 21)) | (b == 1)
 
     def score_mod(score, b, h, q, k):
-        return np.where((k == 30) & (h == 2), -np.inf, score)
+        return np.where((k == 30) & (h < heads - 1), -np.inf, score)
 
     out = cache.decode(query, score_mod=score_mod, mask_mod=mask_mod)
     wanted, _ = oracle(query, np.nan_to_num(key, posinf=0), value, score_mod, mask_mod)
-    spoiled = np.zeros((B, H), bool)
-    spoiled[1, 3] = True
+    spoiled = np.zeros((B, heads), bool)
+    spoiled[1, heads - 1] = True
     assert np.isnan(out[spoiled]).all()
     assert np.abs(out[~spoiled] - wanted[~spoiled]).max() <= CLOSE[dtype]
     out, lse = cache.decode(query, mask_mod=lambda b, h, q, k: k < 0, return_lse=True)
@@ -140,11 +145,68 @@ def test_what_the_mask_hides_stays_out(dtype):
     assert (lse == -np.inf).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_scores_beyond_float32(dtype):
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_one_head_alone_is_spoiled_or_huge(dtype):
+    """What one query head meets in a whole block, where one call serves all heads."""
+    heads, key = 4 * H, KEY.copy()
+    key[0, 0, 40] = np.inf  # heads 2 and 3 attend to it
+    cache = numflash.KVCache(B, KV, D, 256, dtype)
+    cache.append(key, VALUE)
+    query = rng.standard_normal((B, heads, 1, D)).astype(np.float32)
+
+    def score_mod(score, b, h, q, k):
+        score = np.where((h == 5) & (k == 77), np.nan, score + 0.25 * (k % 3))
+        return np.where((h == 14) & (k == 80), 2e38, score)
+
+    def mask_mod(b, h, q, k):
+        return (k != 40) | (h == 2) | (h == 3)
+
+    out = cache.decode(query, score_mod=score_mod, mask_mod=mask_mod)
+    spoiled = np.zeros((B, heads), bool)
+    spoiled[:, 5] = spoiled[0, 2:4] = True
+    assert np.array_equal(np.isnan(out).any((2, 3)), spoiled)
+    alone = VALUE[:, 1:, 80:81]  # the token of head 14
+    assert np.abs(out[:, 14:15] - alone).max() <= (1e-6 if dtype == "float32" else 0.3)
+    hidden = cache.decode(
+        query, score_mod=lambda s, b, h, q, k: s + 0.25 * (k % 3), mask_mod=mask_mod
+    )
+    others = ~spoiled[1]
+    others[14] = False
+    if dtype == "float32":
+        assert np.abs(out[1, others] - hidden[1, others]).max() <= 1e-6
+    else:
+        np.testing.assert_array_equal(out[1, others], hidden[1, others])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_bits_do_not_depend_on_how_rows_are_called(dtype):
+    """One call for all heads of a whole block, or row by row with a mask of the new token."""
+    heads, held = 4 * H, 150
     cache = numflash.KVCache(B, KV, D, 256, dtype)
     cache.append(KEY, VALUE)
-    query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+    query = rng.standard_normal((B, heads, 1, D)).astype(np.float32)
+    order = rng.permutation(held)
+    table = rng.standard_normal((heads, held)).astype(np.float32)
+
+    def score_mod(score, b, h, q, k):
+        near = (q - k < 20) | (k % 5 == h % 5)
+        return np.where(near, score * 1.5, score + table[h, order[k]]) + np.sin(k * 0.1) * (k > 9)
+
+    calls = {"score_mod": score_mod, "mask_mod": lambda b, h, q, k: (k % 4 != 1) | (h > 3)}
+    together = cache.decode(query, **calls)
+    apart = cache.decode(query, **calls, mask=np.ones((1, 1), bool))
+    np.testing.assert_array_equal(together, apart)
+    wanted, _ = oracle(query, KEY, VALUE, *calls.values())
+    limit = {"float32": 3e-5, "bfloat16": 2e-2, "int8": 8e-2, "int4": 0.6}[dtype]
+    assert np.abs(together - wanted).max() <= limit
+
+
+@ROWS
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_scores_beyond_float32(dtype, heads, new):
+    cache = numflash.KVCache(B, KV, D, 256, dtype)
+    cache.append(KEY, VALUE)
+    query = rng.standard_normal((B, heads, new, D)).astype(np.float32)
     for score_mod in (lambda s, b, h, q, k: s * 3e37, lambda s, b, h, q, k: s - 2e38):
         out = cache.decode(query, score_mod=score_mod)
         if dtype == "float32":
@@ -159,21 +221,27 @@ def test_scores_beyond_float32(dtype):
     assert np.isnan(cache.decode(query, score_mod=lambda s, *at: np.log(s * 0 - 1))).all()
 
 
-def test_together_with_the_other_options():
+@ROWS
+def test_together_with_the_other_options(heads, new):
+    table = rng.standard_normal((heads, 301)).astype(np.float32)
+
+    def bias(score, b, h, q, k):
+        return score + table[h, q - k + 150]
+
     for dtype in ("float32", "int8"):
         cache = numflash.KVCache(B, KV, D, 256, dtype)
         cache.append(KEY, VALUE)
-        query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+        query = rng.standard_normal((B, heads, new, D)).astype(np.float32)
 
         def both(score, b, h, q, k):
-            return 3 * np.tanh(g.relative_bias(score, b, h, q, k) / 3) - 0.25 * abs(q - k)
+            return 3 * np.tanh(bias(score, b, h, q, k) / 3) - 0.25 * abs(q - k)
 
         found = cache.decode(
             query,
-            score_mod=g.relative_bias,
+            score_mod=bias,
             mask_mod=g.documents,
             softcap=3.0,
-            alibi_slopes=np.full(H, 0.25),
+            alibi_slopes=np.full(heads, 0.25),
             return_lse=True,
         )
         check(found, oracle(query, KEY, VALUE, both, g.documents), CLOSE[dtype])

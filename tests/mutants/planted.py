@@ -42,6 +42,7 @@ CUDA_FLOAT = "tests/cuda/test_flash_halves.py"
 CUDA_INT8 = "tests/cuda/test_flash_int8.py"
 CUDA_INT4 = "tests/cuda/test_decode_int4_cuda.py"
 CUDA_QUANTIZED = "tests/cuda/test_quantized.py"
+DECODE_FUNCTIONS = "tests/flex/test_decode_functions.py"
 INT8_FUNCTIONS = "tests/flex/test_int8_functions.py"
 ARGUMENTS = f"{VALIDATION} {WRONG}"
 
@@ -705,6 +706,37 @@ MUTANTS = [
         "b.fsub(one.number(MAGIC), base),",
         "one.number(MAGIC),",
         "tests/flex/test_int8_functions.py",
+    ),
+    Mutant(
+        "flex/emit_cached.py",
+        'b.add(args["h"], row.index)',
+        'args["h"]',
+        f"{DECODE_FUNCTIONS} -k one_head",
+    ),
+    Mutant(
+        "flex/emit_cached.py",
+        "b.or_(raw, b.load(self._place(self.not_finite)))",
+        "raw",
+        f"{DECODE_FUNCTIONS} -k one_head",
+    ),
+    Mutant(
+        "flex/emit_cached.py",
+        'args["shift"], [row.index]',
+        'args["shift"], [I64(0)]',
+        f"{DECODE_FUNCTIONS} -k whole_blocks",
+    ),
+    Mutant("flex/emit_cached.py", "if x is not None}", "if x is None}", DECODE_FUNCTIONS),
+    Mutant(
+        "cpu/decode/functions.py",
+        "found |= of_run << r",
+        "found = of_run << r",
+        f"{DECODE_FUNCTIONS} -k whole_blocks",
+    ),
+    Mutant(
+        "cpu/launch_decode.py",
+        " or slopes is not changes.slopes",
+        "",
+        "tests/cpu/test_decode_options.py -k own_options",
     ),
     Mutant(
         "flex/identity.py",

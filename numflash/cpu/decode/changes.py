@@ -90,6 +90,12 @@ def position_of(at, r):
     return at.length - at.queries + (at.row + r) % at.queries
 
 
+@bare
+def head_in_group(at, r):
+    """The query head of row r of a tile, counted from the first one of its KV head."""
+    return at.row + r if at.queries == 1 else (at.row + r) // at.queries
+
+
 class RowOptions(NamedTuple):
     """One row's options.
 
@@ -148,7 +154,7 @@ def is_masked(slot, mask, start, length, sinks, ring):
 def row_options(s, at, r):
     """The options of row r of a tile, from a `ChangedScratch`."""
     row = at.row + r
-    slope = s.slopes[at.g, row // at.queries] if s.slopes.size > 0 else F(0)
+    slope = s.slopes[at.g, head_in_group(at, r)] if s.slopes.size > 0 else F(0)
     shift = s.shift[at.b, at.g, row] if s.function == 0 else F(0)
     return RowOptions(position_of(at, r), s.cap[0], s.cap[1], shift, slope)
 

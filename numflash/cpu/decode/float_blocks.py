@@ -11,10 +11,11 @@ from ...jit.compiler import bare
 from ...numerics.quantize_kernels import INFINITE
 from ...tiling import KEY_BLOCK
 from ..floats.float_rows import row_exp, row_leaves, row_max, row_scale, row_weights
+from ..isa.score_calls import HUGE
 from ..isa.vectors import address
 from . import matrix_floats
 from .changes import attends_to_bad, change_floats, hide_masked, row_options
-from .functions import LN2, LOG2E, apply_functions
+from .functions import LN2, LOG2E, after_functions, call_functions, no_nan, suffice
 from .products import make_block
 from .slots import coverage, hide, sees_bad
 from .task_data import AGAIN, NOTHING, largest_bits, places_of
@@ -22,7 +23,6 @@ from .tiles import Tile
 
 F = np.float32
 I = np.int32
-HUGE = I(0x7C000000)  # bits of 2**121: float32 does not hold sums of such scores
 LOWEST = F(-(2.0**121))
 GROWTH = F(8)  # octaves that a float maximum may grow before O is rescaled
 
@@ -97,7 +97,35 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         m[r] = top
 
     @bare
-    def soften_row(blocks, query, base, first, some_bad, r):
+    def scale_row(blocks, query, first, r):
+        """Scores of row r as they leave the products: scaled, and none beyond the last key."""
+        n, t = blocks.n, query.work.view(np.float32)
+        m, row = t[rows, m_at : m_at + most], t[r]
+        if matrix:
+            multiply(t, r * KEY_BLOCK, (n + lanes - 1) // lanes, t[rows, cq_at + r])
+        seen = blocks.inside or coverage(query.edges[r], first, n)[0]
+        if largest_bits(row[:n]) > HUGE and seen:
+            m[r] = AGAIN
+        if n < KEY_BLOCK:
+            row[n:] = F(-np.inf)
+
+    @bare(forceinline=True)
+    def follow_functions(blocks, query, first, r, found, m):
+        """What is left to do to row r after the functions, which have `found` (`call_functions`)."""
+        x = query.work.view(np.float32)[r, : blocks.n]
+        bad, huge = (found >> r & 1) != 0, (found >> (32 + r) & 1) != 0
+        if not suffice(blocks, query):
+            largest = after_functions(x, first, query, r, blocks.inside)
+            bad, huge = largest > INFINITE, largest > HUGE
+        elif bad:
+            no_nan(x)
+        if bad:
+            query.spoiled[r] = 1
+        elif huge:
+            m[r] = AGAIN
+
+    @bare
+    def soften_row(blocks, query, base, first, some_bad, found, r):
         """Scores of row r to weights, with all that can happen to them."""
         n, s, at = blocks.n, query.options, query.rows
         k_scale, t = blocks.data[base : base + scales].view(np.float32), query.work.view(np.float32)
@@ -105,20 +133,8 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         operands = address(query.work) + weights_row * KEY_BLOCK * 4
         sums = t[sums_at:].reshape(t[sums_at:].size)
         row, edges = t[r], query.edges[r]
-        if matrix:
-            multiply(t, r * KEY_BLOCK, (n + lanes - 1) // lanes, t[rows, cq_at + r])
-        if largest_bits(row[:n]) > HUGE and (blocks.inside or coverage(edges, first, n)[0]):
-            m[r] = AGAIN
-        if n < KEY_BLOCK:
-            row[n:] = F(-np.inf)
         if changed and s.function != 0:
-            largest = apply_functions(
-                t, r, n, first, k_scale, some_bad, query, blocks.inside, LN2, LOG2E
-            )
-            if largest > INFINITE:
-                query.spoiled[r] = 1
-            elif largest > HUGE:
-                m[r] = AGAIN
+            follow_functions(blocks, query, first, r, found, m)
         elif changed:
             if some_bad and attends_to_bad(edges, first, k_scale[:n], s, at, r):
                 query.spoiled[r] = 1
@@ -156,14 +172,21 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         some_bad = largest_bits(k_scale[:n]) > INFINITE
         block_scores(place, n, address(query.words), words, work_at)
         quick = shared and not changed and blocks.inside and n == KEY_BLOCK and not some_bad
-        lane_sums = work_at + sums_at * KEY_BLOCK * 4
+        lane_sums, found = work_at + sums_at * KEY_BLOCK * 4, 0
+        if changed:
+            for r in range(query.real):
+                scale_row(blocks, query, first, r)
+            if query.options.function != 0:
+                found = call_functions(work_at, place, n, first, query, 0, LN2, LOG2E)
         for r in range(query.real):
             if quick:
                 at_r, c = r * KEY_BLOCK, t[rows, cq_at + r] if matrix else F(1)
                 if not leaves(work_at, at_r, count, c, LOWEST, F(m[r] + GROWTH)):
                     weigh(work_at, at_r, count, c, m[r], operands, at_r, lane_sums, r * lanes)
                     continue
-            soften_row(blocks, query, base, first, some_bad, r)
+            if not changed:
+                scale_row(blocks, query, first, r)
+            soften_row(blocks, query, base, first, some_bad, found, r)
         of_values = query.values if shared else place
         block_values(of_values, n, words, work_at, address(query.o), query.o.shape[1])
 

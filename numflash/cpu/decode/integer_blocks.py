@@ -8,18 +8,20 @@ import numpy as np
 
 from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
+from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8
+from ...numerics.quantize_kernels import INFINITE
 from ...tiling import KEY_BLOCK
-from ..isa.score_calls import Corner, Function
+from ..isa.score_calls import HIDDEN
 from ..isa.vectors import address, apart, prefetch_line
 from .append import quantize_row
-from .changes import attends_to_bad, change_floats, hide_masked, position_of, row_options
-from .functions import head_of, make_apply_to_integers, make_apply_to_row, row_conversions
+from .changes import attends_to_bad, change_floats, hide_masked, row_options
+from .functions import after_functions, call_functions, row_conversions, suffice
 from .products import make_block, make_matrix_block
 from .row_changes import make_change_row
 from .slots import hide, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
 from .task_data import UNSEEN
-from .tiles import HIDDEN, LOW_BITS, Tile
+from .tiles import LOW_BITS, Tile
 
 F = np.float32
 I = np.int32
@@ -37,7 +39,6 @@ def make_integers(tile: Tile, rows: int, changed: bool):
     ratios, octaves, shrink, weigh = (
         make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
     )
-    apply_to_integers, apply_to_row = make_apply_to_integers(tile), make_apply_to_row(tile)
     to_floats, to_integers = row_conversions(tile)
     change_row = make_change_row(tile)
     ahead = tile.ahead
@@ -135,12 +136,24 @@ def make_integers(tile: Tile, rows: int, changed: bool):
                 prefetch_line(following + 64 * line)
 
     @bare(forceinline=True)
-    def takes_whole(blocks, s, at):
+    def call_on_whole(place, first, query):
+        """The functions on a whole block that every row attends to."""
+        work = address(query.work)
+        bad = call_functions(work, place, KEY_BLOCK, first, query, 1, LN2_Q8, LOG2E_Q8)
+        if bad != 0:
+            for r in range(query.real):
+                query.spoiled[r] |= bad >> r & 1
+
+    @bare(forceinline=True)
+    def takes_whole(blocks, query):
         """Whether `take_whole_changed` may take these blocks: functions or options, not both."""
-        functions, options = s.function != 0, s.cap[0] > F(0) or s.slopes.size > 0
+        s, at = query.options, query.rows
+        whole = blocks.n == KEY_BLOCK
+        if s.function != 0:
+            return whole and suffice(blocks, query)
         in_turn = at.length <= at.sinks + at.ring
-        whole = blocks.inside and blocks.n == KEY_BLOCK
-        return whole and in_turn and s.mask.size == 0 and functions != options
+        options = s.cap[0] > F(0) or s.slopes.size > 0
+        return whole and blocks.inside and in_turn and s.mask.size == 0 and options
 
     @bare(forceinline=True)
     def take_whole_changed(blocks, query):
@@ -149,7 +162,6 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         place = address(blocks.data) + blocks.base
         q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
         s, at = query.options, query.rows
-        function, shift = Function(s.function, s.frame), s.shift[at.b, at.g]
         for i in range(blocks.count):
             some_bad, unit = score_block(place, KEY_BLOCK, q_at, words, work_at)
             token = blocks.first + i * KEY_BLOCK
@@ -159,23 +171,40 @@ def make_integers(tile: Tile, rows: int, changed: bool):
                     change_row(work_at, r, row_options(s, at, r), token)
                     if some_bad:
                         query.spoiled[r] = 1
-                    continue
-                head = head_of(at, shift.size, r)
-                corner = Corner(at.b, head, position_of(at, r), token)
-                moved = shift[at.row + r]
-                if apply_to_row(work_at, r, place, some_bad, function, corner, moved):
-                    query.spoiled[r] = 1
+            if s.function != 0:
+                call_on_whole(place, token, query)
             of_values = query.values if shared else place
             weigh_block(of_values, KEY_BLOCK, words, work_at, o_at, columns, unit)
             place += blocks.step
+
+    @bare(forceinline=True)
+    def change_any(r, n, first, k_scale, some_bad, query, inside):
+        """Row r of a block with all that can happen to its scores, after the functions."""
+        s, at, work_at = query.options, query.rows, address(query.work)
+        edges, row = query.edges[r], query.work[r]
+        x = row.view(np.float32)
+        if s.function != 0:
+            if after_functions(x[:n], first, query, r, inside) > INFINITE:
+                query.spoiled[r] = 1
+            x[n:] = F(-np.inf)
+            to_integers(work_at, r)
+            return
+        if some_bad and attends_to_bad(edges, first, k_scale, s, at, r):
+            query.spoiled[r] = 1
+        if s.cap[0] > F(0) or s.slopes.size > 0:
+            to_floats(work_at, r)
+            change_floats(x[:n], first, at, row_options(s, at, r))
+            to_integers(work_at, r)
+        row[n:] = HIDDEN
+        hide(edges, first, n, row, I(HIDDEN))
+        hide_masked(row[:n], I(HIDDEN), first, s, at, r)
 
     @bare(forceinline=True)
     def take_changed(blocks, query):
         """`take` with the options of `changes`, block by block."""
         words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n
         q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
-        s, at = query.options, query.rows
-        if takes_whole(blocks, s, at):
+        if takes_whole(blocks, query):
             take_whole_changed(blocks, query)
             return
         for i in range(blocks.count):
@@ -183,23 +212,11 @@ def make_integers(tile: Tile, rows: int, changed: bool):
             place = address(blocks.data) + base
             some_bad, unit = score_block(place, n, q_at, words, work_at)
             k_scale = blocks.data[base : base + n * 4].view(np.float32)
+            if query.options.function != 0:
+                call_functions(work_at, place, n, first, query, 0, LN2_Q8, LOG2E_Q8)
             for r in range(query.real):
-                edges, row = query.edges[r], query.work[r]
                 ask_for_next(place, words, r)
-                if s.function != 0:
-                    inside = blocks.inside
-                    if apply_to_integers(r, n, first, k_scale, some_bad, query, inside):
-                        query.spoiled[r] = 1
-                    continue
-                if some_bad and attends_to_bad(edges, first, k_scale, s, at, r):
-                    query.spoiled[r] = 1
-                if s.cap[0] > F(0) or s.slopes.size > 0:
-                    to_floats(work_at, r, F(0))
-                    change_floats(row.view(np.float32)[:n], first, at, row_options(s, at, r))
-                    to_integers(work_at, r)
-                row[n:] = HIDDEN
-                hide(edges, first, n, row, I(HIDDEN))
-                hide_masked(row[:n], I(HIDDEN), first, s, at, r)
+                change_any(r, n, first, k_scale, some_bad, query, blocks.inside)
             of_values = query.values if shared else place
             weigh_block(of_values, n, words, work_at, o_at, columns, unit)
 

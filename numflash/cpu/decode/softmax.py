@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from ...numerics.fixedpoint import MIN_OCTAVE, P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
+from ..isa.score_calls import HIDDEN
 from ..isa.vectors import (
     F32,
     I8,
@@ -36,7 +37,6 @@ from ..isa.vectors import (
     vector,
 )
 from .tiles import (
-    HIDDEN,
     LOW_BITS,
     LOW_PLANE,
     OCTAVE,

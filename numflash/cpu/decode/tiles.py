@@ -40,6 +40,7 @@ from ...jit import target
 from ...tiling import KEY_BLOCK
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import VECTOR_ISAS
+from ..isa.score_calls import HIDDEN
 from ..isa.vectors import (
     F32,
     I8,
@@ -69,7 +70,6 @@ RATIO, V_START, OCTAVE, SCALE, SHRINK, M, L, START, CQ = (
 )
 LOW_BITS = 7  # of a query or a weight in the low plane
 LOW_PLANE = KEY_BLOCK * 4 // 2  # bytes from a row of weights to its low plane: half a row of `work`
-HIDDEN = -(1 << 31)  # int32 log2 score of a key that is not seen
 # Bytes of the straight line that are prefetched ahead of the products, by the CPU's name; "" is any
 # other. Figures: INT8, D = 128, 4 rows, from memory, unless stated.
 #

@@ -1,6 +1,7 @@
 """How kernels call score and mask functions that were compiled apart: by address, a tile at a time.
 
-A tile function changes rows of scores in place; `numflash.flex.emit` says what it takes. Block
+A tile function changes rows of scores in place; `numflash.flex.emit` says what it takes, and
+`numflash.flex.emit_cached` what those of decoding take. Block
 states say which blocks no row attends to (0), where the mask has to be asked
 (1) and where it hides nothing (2).
 """
@@ -18,6 +19,8 @@ from ...jit.compiler import bare
 from .vectors import F32, I8, I32, I64, data, pointer
 
 FULL = np.uint8(2)
+HIDDEN = -(1 << 31)  # int32 score of a key that is not seen
+HUGE = np.int32(0x7C000000)  # bits of 2**121: float32 does not hold sums of such scores
 
 
 def function_type(real: ir.Type) -> ir.FunctionType:
@@ -27,6 +30,15 @@ def function_type(real: ir.Type) -> ir.FunctionType:
     """
     pointers = [I8.as_pointer(), real.as_pointer(), real.as_pointer(), I32.as_pointer()]
     return ir.FunctionType(ir.VoidType(), [*pointers, *[I64] * 7, real, real])
+
+
+def cached_function_type() -> ir.FunctionType:
+    """The LLVM type of decoding's tile functions.
+
+    int64(frame, x, shift, scales, rows, count, rounded, b, h, q, k, scale, unit).
+    """
+    floats = F32.as_pointer()
+    return ir.FunctionType(I64, [I8.as_pointer(), floats, floats, floats, *[I64] * 7, F32, F32])
 
 
 class Function(NamedTuple):
@@ -126,6 +138,37 @@ def call_rounded(typingctx, function, x, to, base, rows, count, corner, scale, u
         return _call(context, builder, sig, args, 2)
 
     return _signature(function, x, (to, base), corner), codegen
+
+
+@intrinsic
+def call_cached(typingctx, function, x, shift, scales, rows, count, rounded, corner, scale, unit):
+    """f(function, x, shift, scales, rows, count, rounded, corner, scale, unit) -> which rows have met
+    NaN, or what float32 does not hold: a tile function of decoding. x, shift and scales are addresses.
+    """
+
+    def codegen(context, b, sig, args):
+        def field(n, name):
+            place = sig.args[n].fields.index(name)
+            return context.cast(
+                b, b.extract_value(args[n], place), sig.args[n].types[place], types.int64
+            )
+
+        kind = cached_function_type()
+        floats = (b.inttoptr(args[n], F32.as_pointer()) for n in (1, 2, 3))
+        return b.call(
+            b.inttoptr(field(0, "address"), kind.as_pointer()),
+            [
+                b.inttoptr(field(0, "frame"), I8.as_pointer()),
+                *floats,
+                *args[4:7],
+                *(field(7, name) for name in Corner._fields),
+                *args[8:],
+            ],
+        )
+
+    number, real = types.int64, types.float32
+    addresses = [types.intp] * 3
+    return number(function, *addresses, number, number, number, corner, real, real), codegen
 
 
 @bare
