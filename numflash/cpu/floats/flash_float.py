@@ -32,14 +32,14 @@ import functools
 import numpy as np
 
 from ...jit.compiler import bare, inline, separate
-from ...jit.memory import reinterpret, uncleared, zeros
+from ...jit.memory import LINE, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LN2, LOG2E
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_tile, full_run, has_holes, trimmed
-from ..isa.vectors import next_task
+from ..isa.vectors import address, next_task, prefetch_line
 from ..semantics import Dense, row_of, seen_range, step_of
 from . import float_rows
 from . import float_tiles as tiles
@@ -353,6 +353,14 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         state.o[:groups], state.l[:groups] = F(0), F(0)
         return first, stop
 
+    @bare(forceinline=True)
+    def ask_for_rows(q, n, first, count):
+        """Prefetch the query rows of the next tile that this worker is likely to take."""
+        if first >= 0:
+            place, size = address(q[n, first]), q.shape[2] * q.itemsize
+            for line in range(0, min(count, q.shape[1] - first) * size, LINE):
+                prefetch_line(place + line)
+
     @bare
     def store_rows(tile, limit, shifted, state, counter, results):
         """out = O / l and the LSE of each row, and whether it must be computed again in float64."""
@@ -398,6 +406,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
             tile = Tile(n, b, h, row, min(sizes.block_q, length - row))
             first, stop = load_tile(x.q, semantics, tile, s, state)
+            ask_for_rows(x.q, n, row - sizes.workers * sizes.block_q, sizes.block_q)
             for block in range(first // key_block * key_block, stop, key_block):
                 group_spans(semantics, dense, state, tile, block, s)
                 block_scores(state, tile, x.keys[n_kv], block, stop)
