@@ -55,10 +55,10 @@ from .rows import (
     blank_rows,
     block_at,
     key_span,
+    make_store_rows,
     mark_live,
     padded_changes,
     query_nonfinite,
-    store_rows,
 )
 from .score_changes import Changes
 from .softmax import add_sums, grow_rows, weigh_rows
@@ -233,6 +233,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     add_values = make_add_values(isa_name, pv)
     load_rows = make_load_rows(np.uint8 if isa.group == 4 else np.int16, isa.q_offset)
     scratch_of = make_scratch(isa_name, pv, block_q)
+    store_rows = make_store_rows(isa_name)
     begin, end = tile_state(isa_name)
     unit = F(fx.SUM_UNIT[pv])
     unit_rows = isa.rows[-1]

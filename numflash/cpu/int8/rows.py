@@ -9,6 +9,7 @@ contiguous.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from ...tiling import KEY_BLOCK
 from ..semantics import HIDDEN, UNSEEN
 from .score_changes import Changes
 from .softmax import HALF
+from .softmax_vectors import result_row
 
 F = np.float32
 I = np.int32
@@ -230,19 +232,26 @@ def padded_changes(changes, bias, mask, at):
     )
 
 
-@bare
-def store_rows(tile, state, place, v_scale, results):
-    """out = O / l * v_scale, and m and l of each row; a row without keys gives 0."""
-    n, row = place.n, place.row
-    for i in range(tile.real):
-        l = F(np.nan) if state.spoiled[i] else state.l[i]
-        result, unscaled, reciprocal = results.out[n, row + i], state.o[i], F(1) / l
-        if l == F(0):
-            result[:] = F(0)
-        else:
-            for t in range(result.size):
-                result[t] = F(F(unscaled[t] * reciprocal) * v_scale[t])
-        results.m[n, row + i], results.l[n, row + i] = state.m[i], l
+@functools.cache
+def make_store_rows(isa_name: str):
+    """f(tile, state, place, v_scale, results): out = O / l * v_scale, and m and l of each row.
+
+    A row without keys, whose O is 0, gives 0.
+    """
+    scale_row = result_row(isa_name)
+
+    @bare
+    def store_rows(tile, state, place, v_scale, results):
+        n, row = place.n, place.row
+        out, width, columns = results.out, results.out.shape[2], state.o.shape[1]
+        first = (n * out.shape[1] + row) * width
+        for i in range(tile.real):
+            l = F(np.nan) if state.spoiled[i] else state.l[i]
+            reciprocal = F(0) if l == F(0) else F(F(1) / l)
+            scale_row(state.o, i * columns, v_scale, reciprocal, out, first + i * width, width)
+            results.m[n, row + i], results.l[n, row + i] = state.m[i], l
+
+    return store_rows
 
 
 @bare

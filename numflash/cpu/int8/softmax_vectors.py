@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...jit import target
@@ -247,3 +248,34 @@ def block_scales(typingctx, octave, top, m, scale, i):
         return context.get_dummy_value()
 
     return types.void(octave, top, m, scale, i), codegen
+
+
+@functools.cache
+def result_row(name: str):
+    """Intrinsic f(o, at, v_scale, reciprocal, out, out_at, width): out = o * reciprocal * v_scale of
+    a row of `width` float32, rounded after each product.
+    """
+    isa = VECTOR_ISAS[name]
+
+    @intrinsic
+    def store_row(typingctx, o, at, v_scale, reciprocal, out, out_at, width):
+        def codegen(context, b, sig, a):
+            po, ps, pt = (data(context, b, sig.args[n], a[n]) for n in (0, 2, 4))
+            step, width = isa.elements(b, 1), a[6]
+            whole = b.sub(width, b.urem(width, step))
+
+            def scale(first, stop, step, kind, factor):
+                with cgutils.for_range_slice(b, first, stop, step, I64) as (t, _):
+                    x = b.fmul(load(b, po, b.add(a[1], t), kind, 4), factor)
+                    x = b.fmul(x, load(b, ps, t, kind, 4))
+                    store(b, x, pt, b.add(a[5], t), 4)
+
+            floats = isa.vector(F32)
+            scale(I64(0), whole, step, floats, isa.splat(b, a[3], floats))
+            scale(whole, width, I64(1), F32, a[3])
+            return context.get_dummy_value()
+
+        place = types.int64
+        return types.void(o, place, v_scale, types.float32, out, place, place), codegen
+
+    return store_row
