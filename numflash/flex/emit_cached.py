@@ -37,6 +37,8 @@ from .lanes import F32, I1, I16, I32, I64
 from .program import Program
 from .tile_memory import ONCE, PER_KEY, PER_ROW, PER_VALUE, Form
 
+MOST_KEPT = 64  # nodes whose values are kept, 512 bytes each; of more nothing is
+
 
 def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:
     """Add the tile function `name` to a module."""
@@ -58,18 +60,27 @@ class CachedWriter(TileWriter):
         super().__init__(program, form, function)
         self.lane_index, self.row_index = "k", "h"
         self.over_integers = form.cached == "integers"
-        score, _, seen = program.roots_by_name
-        needed = {y.number for x in program.nodes if self.level(x) == PER_VALUE for y in x.args}
-        needed |= {x.number for x in (score, seen) if x is not None}
-        self.kept = [x for x in program.nodes if x.number in needed and self.level(x) == PER_KEY]
+        self.shares = True
+        self.kept = self._kept()
+        if len(self.kept) > MOST_KEPT:
+            self.shares, self.kept = False, []
         self.places: dict[int, Any] = {}  # on the stack, of the values of `kept`
 
     def level(self, x: Node) -> int:
         if "score" in x.uses:
             return PER_VALUE
         if self.lane_index in x.uses:
-            return PER_VALUE if self.row_index in x.uses else PER_KEY
+            shared = self.shares and self.row_index not in x.uses
+            return PER_KEY if shared else PER_VALUE
         return PER_ROW if self.row_index in x.uses else ONCE
+
+    def _kept(self) -> list[Node]:
+        """What has one value for a key that is read for every row."""
+        score, _, seen = self.program.roots_by_name
+        nodes = self.program.nodes
+        needed = {y.number for x in nodes if self.level(x) == PER_VALUE for y in x.args}
+        needed |= {x.number for x in (score, seen) if x is not None}
+        return [x for x in nodes if x.number in needed and self.level(x) == PER_KEY]
 
     def write(self) -> None:
         b, args = self.b, self.args

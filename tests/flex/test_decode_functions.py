@@ -145,6 +145,23 @@ def test_what_the_mask_hides_stays_out(dtype, heads, new):
     assert (lse == -np.inf).all()
 
 
+def test_more_values_of_keys_than_are_kept():
+    """A function of 80 terms that depend on the key, each by a head's own number."""
+    heads, terms = 4 * H, range(1, 81)
+    numbers = rng.standard_normal((80, heads)).astype(np.float32)
+    cache = numflash.KVCache(B, KV, D, 256, "float32")
+    cache.append(KEY, VALUE)
+    query = rng.standard_normal((B, heads, 1, D)).astype(np.float32)
+
+    def score_mod(score, b, h, q, k):
+        for n in terms:
+            score = score + 0.1 * numbers[n - 1, h] * ((k % n) == 0)
+        return score
+
+    found = cache.decode(query, score_mod=score_mod, return_lse=True)
+    check(found, oracle(query, KEY, VALUE, score_mod, None), CLOSE["float32"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_one_head_alone_is_spoiled_or_huge(dtype):
     """What one query head meets in a whole block, where one call serves all heads."""
