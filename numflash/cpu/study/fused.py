@@ -130,24 +130,109 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
             ):
                 prefetch(v, at)
 
-    # One long function, so that the study reads from top to bottom as the algorithm is written.
+    @inline
+    def scores(tile, factor, k, start, ck, c, x):
+        """x = Q.K^T of the key block from key c on, int16 log2 scores."""
+        stride, panel = tile.shape[1], nv * vector_lanes()
+        for j in range(0, KEY_BLOCK, panel):
+            for i in range(0, block_q, 6):
+                queries, keys_at = Rows(tile, i * stride, stride), Packed(k, (c + j) * stride)
+                scales, to = Scales(start, ck, c + j, factor, i), i * KEY_BLOCK + j
+                score(queries, keys_at, stride // group, scales, Rows(x, to, KEY_BLOCK))
+
+    @inline
+    def hide(x, c, row, causal, s):
+        """Scores of keys that a row does not see."""
+        for i in range(block_q):
+            seen = min(s, row + i + 1) if causal else s
+            if seen < c + KEY_BLOCK:
+                x[i, max(seen - c, 0) :] = HIDDEN
+
+    @inline
+    def grow(x, c, row, causal, s, octave, octave_q8, m, l, o, scale):
+        """The block's octaves; m = max(m, octave), O and l shift with it; scale = 2**(octave - m)."""
+        bits = scale.view(I)
+        for i in range(0, block_q, 8):
+            octaves(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
+        for i in range(block_q):
+            seen = row + i + 1 if causal else s
+            if seen <= c:  # nothing of the block: its octave must not count
+                octave[i], octave_q8[i] = m[i], np.int16(0)
+            if octave[i] > m[i]:
+                if l[i] != F(0):
+                    shrink, line = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
+                    for t in range(line.size):
+                        line[t] = line[t] * shrink
+                    l[i] = l[i] * shrink
+                m[i] = octave[i]
+            below = min(np.subtract(m[i], octave[i]), I(126))
+            bits[i] = np.left_shift(np.subtract(I(127), below), I(23))
+
+    @inline
+    def weigh(x, octave_q8, scale, p, sums, total, l):
+        """p = the weights of a block, and their sums to l."""
+        for i in range(block_q):
+            at, to = i * KEY_BLOCK, i * vector_lanes()
+            if plain:
+                total[i] = plain_row(x[i], octave_q8[i], scale[i], p[i])
+            elif integer:
+                exact_row(x, at, octave_q8, i, p, at, sums, to)
+            else:
+                wide_row(x, at, octave_q8, i, scale, p, at, sums, to)
+        if not plain:
+            for i in range(0, block_q, 8):
+                totals(sums, total, i)
+        for i in range(block_q):
+            l[i] = F(l[i] + F(F(F(total[i]) * unit) * scale[i]))
+
+    if integer:
+
+        @inline
+        def multiply(tile, p, v, c, t, columns, scale, total, o, i):
+            """O += P.V of one register tile: six rows from row i on, columns from t on."""
+            rows, column = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Packed(v, c * columns + t * KEY_BLOCK)
+            to = Rows(o, i * columns + t, columns)
+            tile(rows, column, KEY_BLOCK // group, scale, total, i, to)
+    else:
+
+        @inline
+        def multiply(tile, p, v, c, t, columns, scale, total, o, i):
+            place, step, to = c * columns + t * pair, columns * pair, i * columns + t
+            tile(p, i * KEY_BLOCK, KEY_BLOCK, v, place, step, KEY_BLOCK // pair, o, to, columns)
+
+    @inline
+    def add_values(p, v, c, columns, scale, total, o):
+        """O += P.V of a block: whole panels of columns, then a half, then single vectors."""
+        lanes, t = vector_lanes(), 0
+        panel, half = nv * lanes, nv_half * lanes
+        while t < columns:
+            if t + panel <= columns:
+                for i in range(0, block_q, 6):
+                    multiply(value, p, v, c, t, columns, scale, total, o, i)
+                t += panel
+            elif nv_half > 1 and t + half <= columns:
+                for i in range(0, block_q, 6):
+                    multiply(value_half, p, v, c, t, columns, scale, total, o, i)
+                t += half
+            else:
+                for i in range(0, block_q, 6):
+                    multiply(value_one, p, v, c, t, columns, scale, total, o, i)
+                t += lanes
+
+    @inline
+    def store_rows(n, row, m, l, o, out, m_out, l_out):
+        """out = O / l, and m and l, of the rows that exist."""
+        for i in range(min(block_q, out.shape[1] - row)):
+            r, result, line = F(1) / l[i] if l[i] != F(0) else F(0), out[n, row + i], o[i]
+            for t in range(result.size):
+                result[t] = F(line[t] * r)
+            m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+
     @kernel(parallel=True)
     def run(
-        q,
-        cq,
-        keys,
-        values,
-        columns,
-        group_heads,
-        causal,
-        ahead,
-        s,
-        workers,
-        counter,
-        out,
-        m_out,
-        l_out,
-    ):
+        q, cq, keys, values, columns, group_heads, causal, ahead, s, workers, counter,
+        out, m_out, l_out,
+    ):  # fmt: skip
         """Attention of N heads, K and V of N / group_heads.
 
         A worker takes query tiles, the longest causal ones first.
@@ -156,21 +241,16 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
         values (Nkv, ...) packed for `pv`, columns of a packed row of V, ahead: prefetch, s keys,
         counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32, m_out (N, L) int32.
         """
-        n_heads, length, dv = out.shape
-        lanes = vector_lanes()
-        half = nv_half * lanes
-        stride, panel, all_keys = q.shape[2], nv * lanes, keys.start.shape[1]
+        n_heads, length, _ = out.shape
+        stride, all_keys = q.shape[2], keys.start.shape[1]
         tiles = (length + block_q - 1) // block_q
         for _ in prange(workers):
             x, p = np.zeros((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), weight)
             operands = np.zeros((block_q, KEY_BLOCK), np.uint16) if half_width else p
             o, m, l = np.zeros((block_q, columns), F), np.zeros(block_q, I), np.zeros(block_q, F)
-            octave = np.zeros(block_q, I)
-            octave_q8 = np.zeros(block_q, np.int16)
-            scale = np.ones(block_q, F)
-            total = np.zeros(block_q, I)
+            octave, octave_q8 = np.zeros(block_q, I), np.zeros(block_q, np.int16)
+            scale, total = np.ones(block_q, F), np.zeros(block_q, I)
             sums = np.zeros(block_q * vector_lanes(), I)
-            scale_bits = scale.view(I)
             while True:
                 task = next_task(counter)
                 if task >= n_heads * tiles:
@@ -178,143 +258,19 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
                 n, row = task // tiles, (tiles - 1 - task % tiles) * block_q
                 n_key = n // group_heads
                 tile, factor = q[n, row : row + block_q], cq[n, row : row + block_q]
-                k = keys.data[n_key]
-                start = keys.start[n_key]
-                ck = keys.scale[n_key]
+                k, start, ck = keys.data[n_key], keys.start[n_key], keys.scale[n_key]
                 v = values[n_key]
-                m[:], l[:] = I(UNSEEN), F(0)
-                o[:] = F(0)
+                m[:], l[:], o[:] = I(UNSEEN), F(0), F(0)
                 for c in range(0, min(all_keys, row + block_q) if causal else all_keys, KEY_BLOCK):
                     if ahead:
                         fetch(k, v, c + KEY_BLOCK, stride, columns)
-                    for j in range(0, KEY_BLOCK, panel):
-                        for i in range(0, block_q, 6):
-                            keys_at = Packed(k, (c + j) * stride)
-                            scales = Scales(start, ck, c + j, factor, i)
-                            to = Rows(x, i * KEY_BLOCK + j, KEY_BLOCK)
-                            score(
-                                Rows(tile, i * stride, stride), keys_at, stride // group, scales, to
-                            )
-                    for i in range(block_q):
-                        seen = min(s, row + i + 1) if causal else s
-                        if seen < c + KEY_BLOCK:
-                            x[i, max(seen - c, 0) :] = HIDDEN
-                    for i in range(0, block_q, 8):
-                        octaves(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
-                    for i in range(block_q):
-                        seen = row + i + 1 if causal else s
-                        if seen <= c:  # nothing of the block: its octave must not count
-                            octave[i], octave_q8[i] = m[i], np.int16(0)
-                        if octave[i] > m[i]:
-                            if l[i] != F(0):
-                                shrink, line = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
-                                for t in range(line.size):
-                                    line[t] = line[t] * shrink
-                                l[i] = l[i] * shrink
-                            m[i] = octave[i]
-                        scale_bits[i] = np.left_shift(
-                            np.subtract(I(127), min(np.subtract(m[i], octave[i]), I(126))), I(23)
-                        )
-                    for i in range(block_q):
-                        if plain:
-                            total[i] = plain_row(x[i], octave_q8[i], scale[i], p[i])
-                        elif integer:
-                            exact_row(
-                                x,
-                                i * KEY_BLOCK,
-                                octave_q8,
-                                i,
-                                p,
-                                i * KEY_BLOCK,
-                                sums,
-                                i * vector_lanes(),
-                            )
-                        else:
-                            wide_row(
-                                x,
-                                i * KEY_BLOCK,
-                                octave_q8,
-                                i,
-                                scale,
-                                p,
-                                i * KEY_BLOCK,
-                                sums,
-                                i * vector_lanes(),
-                            )
-                    if not plain:
-                        for i in range(0, block_q, 8):
-                            totals(sums, total, i)
+                    scores(tile, factor, k, start, ck, c, x)
+                    hide(x, c, row, causal, s)
+                    grow(x, c, row, causal, s, octave, octave_q8, m, l, o, scale)
+                    weigh(x, octave_q8, scale, p, sums, total, l)
                     if half_width:
                         narrow_row(p, 0, p.size // 16, operands)
-                    for i in range(block_q):
-                        l[i] = F(l[i] + F(F(F(total[i]) * unit) * scale[i]))
-                    t = 0
-                    while t < columns:  # whole panels, then a half, then single vectors
-                        wide = (
-                            panel
-                            if t + panel <= columns
-                            else half
-                            if nv_half > 1 and t + half <= columns
-                            else lanes
-                        )
-                        for i in range(0, block_q, 6):
-                            at, to = i * KEY_BLOCK, i * columns + t
-                            if integer:
-                                rows, steps = Rows(p, at, KEY_BLOCK), KEY_BLOCK // group
-                                column = Packed(v, c * columns + t * KEY_BLOCK)
-                                sums_at = Rows(o, to, columns)
-                                if wide == panel:
-                                    value(rows, column, steps, scale, total, i, sums_at)
-                                elif wide == half:
-                                    value_half(rows, column, steps, scale, total, i, sums_at)
-                                else:
-                                    value_one(rows, column, steps, scale, total, i, sums_at)
-                            else:
-                                place, step = c * columns + t * pair, columns * pair
-                                if wide == panel:
-                                    value(
-                                        operands,
-                                        at,
-                                        KEY_BLOCK,
-                                        v,
-                                        place,
-                                        step,
-                                        KEY_BLOCK // pair,
-                                        o,
-                                        to,
-                                        columns,
-                                    )
-                                elif wide == half:
-                                    value_half(
-                                        operands,
-                                        at,
-                                        KEY_BLOCK,
-                                        v,
-                                        place,
-                                        step,
-                                        KEY_BLOCK // pair,
-                                        o,
-                                        to,
-                                        columns,
-                                    )
-                                else:
-                                    value_one(
-                                        operands,
-                                        at,
-                                        KEY_BLOCK,
-                                        v,
-                                        place,
-                                        step,
-                                        KEY_BLOCK // pair,
-                                        o,
-                                        to,
-                                        columns,
-                                    )
-                        t += wide
-                for i in range(min(block_q, length - row)):
-                    r, result, line = F(1) / l[i] if l[i] != F(0) else F(0), out[n, row + i], o[i]
-                    for t in range(dv):
-                        result[t] = F(line[t] * r)
-                    m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+                    add_values(operands, v, c, columns, scale, total, o)
+                store_rows(n, row, m, l, o, out, m_out, l_out)
 
     return run
