@@ -208,62 +208,60 @@ def scaled_dot_product_attention(
         if found is not None:
             return found[0]
     try:
-        if dropout_p != 0.0:
-            raise SdpaError(
-                f"dropout_p: got {dropout_p}; allowed: 0.0 only (model.eval(), or no dropout in its configuration)"
-            )
-        if attn_mask is not None and is_causal:
-            raise SdpaError(
-                "attn_mask: got one together with is_causal=True; allowed: one of the two"
-            )
-        bias = attn_mask
-        alignment = "upper_left"
-        if isinstance(bias, CausalBias):  # gives the diagonal's position, and holds no numbers
-            if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
-                raise SdpaError(
-                    f"attn_mask: got a CausalBias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys; allowed: "
-                    f"{query.shape[-2]} and {key.shape[-2]}"
-                )
-            attn_mask = None
-            is_causal = True
-            alignment = "lower_right" if bias.variant == CausalVariant.LOWER_RIGHT else "upper_left"
-        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-        check_tensors(query, key, value, attn_mask)
-        check_gradients(precision, (query, key, value), attn_mask=attn_mask)
-        if (
-            0 in query.shape or 0 in key.shape or 0 in value.shape
-        ):  # nothing to compute: PyTorch makes the empty result
-            return PYTORCH(
-                query,
-                key,
-                value,
-                bias,
-                is_causal=is_causal and bias is None,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        q, k, v, mask, grouped, shape = _heads_of_batches(query, key, value, attn_mask, enable_gqa)
-        out, _ = attention_operator(
-            q,
-            k,
-            v,
-            mask,
-            is_causal,
-            scale,
-            grouped,
-            None,
-            None,
-            alignment,
-            None,
-            0.0,
-            None,
-            None,
-            precision,
-            pv,
-            "auto",
+        return _with_operator(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, pv
         )
     except SdpaError:
         raise
     except ArgumentError as error:
         raise SdpaError(str(error)) from None
+
+
+def _with_operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    precision: str | None,
+    pv: str | None,
+) -> Tensor:
+    """The same by the registered operator: masks, gradients, any number of dimensions."""
+    if dropout_p != 0.0:
+        raise SdpaError(
+            f"dropout_p: got {dropout_p}; allowed: 0.0 only (model.eval(), or no dropout in its configuration)"
+        )
+    mask, causal, alignment = _mask_of(bias, is_causal, query, key)
+    query, key, value, mask = autocast(query, key, value, mask)
+    check_tensors(query, key, value, mask)
+    check_gradients(precision, (query, key, value), attn_mask=mask)
+    if 0 in (*query.shape, *key.shape, *value.shape):  # PyTorch makes the empty result
+        return PYTORCH(
+            query, key, value, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    q, k, v, mask, grouped, shape = _heads_of_batches(query, key, value, mask, enable_gqa)
+    options = causal, scale, grouped, None, None, alignment, None, 0.0, None, None
+    out, _ = attention_operator(q, k, v, mask, *options, precision, pv, "auto")
     return out if out.dim() == len(shape) else out.reshape(shape)
+
+
+def _mask_of(
+    bias: Any, is_causal: bool, query: Tensor, key: Tensor
+) -> tuple[Tensor | None, bool, str]:
+    """The mask, whether attention is causal, and how: a CausalBias gives the diagonal's position, and
+    holds no numbers.
+    """
+    if bias is not None and is_causal:
+        raise SdpaError("attn_mask: got one together with is_causal=True; allowed: one of the two")
+    if not isinstance(bias, CausalBias):
+        return bias, is_causal, "upper_left"
+    if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
+        raise SdpaError(
+            f"attn_mask: got a CausalBias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys; allowed: "
+            f"{query.shape[-2]} and {key.shape[-2]}"
+        )
+    lower = bias.variant == CausalVariant.LOWER_RIGHT
+    return None, True, "lower_right" if lower else "upper_left"
