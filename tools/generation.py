@@ -4,6 +4,7 @@ Decoding and prefill inside transformers, with its caches and with ResidentCache
 
     python tools/generation.py decode smollm2 7900          # a token after 7900, caches in turns
     python tools/generation.py decode qwen2 16384 --threads 2
+    python tools/generation.py decode deepseek_v2_lite 4096 --layers 4      # latent attention
     python tools/generation.py prefill smollm2 8192 --layers 6 --rounds 3
 
 Shapes have random weights, so that nothing is downloaded: a step's time does not depend on them.
@@ -29,7 +30,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import numflash.transformers as nt
 from numflash.cache.kvcache import KVCache
 
-SHAPES: dict[str, dict[str, int]] = {
+KINDS = {  # the models of the shapes
+    "smollm2": "Llama",
+    "qwen2": "Qwen2",
+    "minicpm3": "MiniCPM3",
+    "deepseek_v2_lite": "DeepseekV2",
+}
+SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": {  # SmolLM2-135M
         "hidden_size": 576,
         "intermediate_size": 1536,
@@ -44,6 +51,33 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    },
+    "minicpm3": {  # MiniCPM3-4B, with a small vocabulary
+        "hidden_size": 2560,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "vocab_size": 1000,
+    },
+    "deepseek_v2_lite": {  # with a small vocabulary, and the first layer's dense network in all
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
         "vocab_size": 1000,
     },
 }
@@ -77,11 +111,14 @@ class Stopwatch:
 
 
 def random_model(shape: str, layers: int | None) -> Any:
-    """A Llama (SmolLM2) or Qwen2 model of this shape."""
+    """A model of this shape."""
     sizes = dict(SHAPES[shape])
     sizes["num_hidden_layers"] = layers or sizes["num_hidden_layers"]
-    kind = "Llama" if shape == "smollm2" else "Qwen2"
-    config = getattr(transformers, f"{kind}Config")(**sizes, max_position_embeddings=65536)
+    kind = KINDS[shape]
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, **tokens, max_position_embeddings=65536
+    )
     torch.manual_seed(0)
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
@@ -130,11 +167,13 @@ def decode(model: Any, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
 
 def lengthen(cache: Any, config: Any, tokens: int) -> None:
     """Random keys and values of `tokens` tokens in every layer, without running the model."""
-    d = config.hidden_size // config.num_attention_heads
+    heads, d = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    channels = d, d
+    if getattr(config, "kv_lora_rank", None):
+        heads, channels = 1, (config.kv_lora_rank, config.qk_rope_head_dim)
     generator = torch.Generator().manual_seed(1)
-    shape = (1, config.num_key_value_heads, tokens, d)
     for n in range(config.num_hidden_layers):
-        key, value = (torch.randn(shape, generator=generator) for _ in range(2))
+        key, value = (torch.randn(1, heads, tokens, d, generator=generator) for d in channels)
         cache.update(key, value, n)
         if isinstance(cache, nt.ResidentCache):
             cache.layers[n].keep()

@@ -22,6 +22,7 @@ from ..cache.settings import DTYPES, MAX_LENGTH
 from ..errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
 from ..interop.arguments import choice
 from . import stored
+from .latent_layer import LatentLayer
 from .masks import Reading, read_mask
 from .resident_layer import ResidentLayer
 
@@ -84,7 +85,10 @@ class ResidentCache(Cache):
                     f"config: got a layer of type {kind!r}; allowed with a ResidentCache: full and sliding-window attention"
                 )
         windows = [each.get("sliding_window") for each in options]
-        super().__init__(layers=[ResidentLayer(self, window) for window in windows])
+        rank = getattr(text, "kv_lora_rank", None)
+        self.latent: Any = (rank, getattr(text, "qk_rope_head_dim", None)) if rank else None
+        layer = ResidentLayer if self.latent is None else LatentLayer
+        super().__init__(layers=[layer(self, window) for window in windows])
         self._valid: np.ndarray | None = (
             None  # (B, tokens) False for padding; None where there is none
         )
@@ -300,12 +304,7 @@ class ResidentCache(Cache):
         twin = object.__new__(ResidentCache)
         twin.__dict__.update(self.__dict__)
         twin._readings = {}
-        twin.layers = []
-        for layer in self.layers:
-            new = ResidentLayer(twin, layer.window)
-            new.seen = layer.seen
-            new.store = None if layer.store is None else layer.store.copy()
-            twin.layers.append(new)
+        twin.layers = [layer.twin(twin) for layer in self.layers]
         return twin
 
     def __deepcopy__(self, memo: Any) -> ResidentCache:

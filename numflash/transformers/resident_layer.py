@@ -43,6 +43,7 @@ class ResidentLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = True
+    latent = False  # whether the store's values are in its keys, see `LatentLayer`
 
     def __init__(self, cache: Any, window: int | None) -> None:
         super().__init__()
@@ -101,9 +102,7 @@ class ResidentLayer(CacheLayerMixin):
         b, heads, n, d = key.shape
         sizes = (heads, d, value.shape[3])
         held = self.store
-        wanted = (
-            self.cache.sizes if held is None else (held.kv_heads, held.head_dim, held.value_dim)
-        )
+        wanted = self.cache.sizes if held is None else self._held_sizes(held)
         if wanted is not None and sizes != wanted:
             raise ArgumentError(
                 f"key_states: got {heads} heads of {d} and {value.shape[3]} channels; allowed: {wanted}, the cache was "
@@ -113,6 +112,10 @@ class ResidentLayer(CacheLayerMixin):
             raise ArgumentError(
                 f"key_states: got {b} sequences; allowed: {held.batch}, or after reset()"
             )
+
+    def _held_sizes(self, held: KVCache) -> tuple[int, int, int]:
+        """KV heads, and channels of keys and of values as `update` takes them."""
+        return held.kv_heads, held.head_dim, held.value_dim
 
     def _check_room(self, n: int) -> None:
         most = self.cache.max_length
@@ -190,13 +193,17 @@ class ResidentLayer(CacheLayerMixin):
             self.store = self._create(key, value, bool(options.get("softcap")))
         self._reserve(n)
         precision = precision or self.cache.precision
-        if reading.standard and n * (query.shape[1] // key.shape[1]) <= DECODE_ROWS:
+        if reading.standard and self._suits_decode(n, query.shape[1] // key.shape[1]):
             out = self._decode(query, key, value, reading, options)
         else:
             out = self._prefill(query, key, value, reading, precision, options)
         self.seen, self._new, self._fits = self.seen + n, None, (key.shape, value.shape)
         self.cache.attended(self, reading, b, n)
         return out
+
+    def _suits_decode(self, n: int, group: int) -> bool:
+        """Whether the decode kernel is the faster one for n new tokens of `group` heads of a KV head."""
+        return n * group <= DECODE_ROWS
 
     def keep(self) -> None:
         """Append the tokens that `update` kept, without attention.
@@ -244,6 +251,7 @@ class ResidentLayer(CacheLayerMixin):
             window=window,
             smooth=smooth,
             rotate=rotate,
+            value_in_key=self.latent,
         )
 
     # ---- in a file
@@ -286,7 +294,11 @@ class ResidentLayer(CacheLayerMixin):
             order = to_front(reading.valid)
             key = gathered(key, order)
             value = gathered(value, order)
-        self.store.append(_numpy(key), _numpy(value), counts=reading.counts)
+        self.store.append(*self._tokens(key, value), counts=reading.counts)
+
+    def _tokens(self, key: Tensor, value: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+        """New tokens as the store takes them."""
+        return as_numpy(key), as_numpy(value)
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, reading: Reading, options: dict[str, Any]
@@ -300,19 +312,19 @@ class ResidentLayer(CacheLayerMixin):
         if reading.valid is None and sinks is None and not options["softcap"]:
             with pytorch_threads():
                 out = self.store.step(
-                    _numpy(query), _numpy(key), _numpy(value), scale=options["scale"]
+                    as_numpy(query), *self._tokens(key, value), scale=options["scale"]
                 )
             result = torch.from_numpy(out)
             return result if query.dtype is torch.float32 else result.to(query.dtype)
         order = None if reading.valid is None else to_back(reading.valid)
-        rows = _numpy(query if order is None else gathered(query, order))
+        rows = as_numpy(query if order is None else gathered(query, order))
         with pytorch_threads():
             self._append(key, value, reading)
             out = self.store.decode(
                 rows,
                 scale=options["scale"],
                 softcap=options["softcap"],
-                sinks=None if sinks is None else _numpy(sinks),
+                sinks=None if sinks is None else as_numpy(sinks),
             )
         result = torch.from_numpy(out).to(query.dtype)
         return result if order is None else scattered(result, order)
@@ -333,6 +345,7 @@ class ResidentLayer(CacheLayerMixin):
             lengths = None
         else:
             keys, values, lengths = self._with_past(key, value, reading)
+        keys, values = self._expanded(keys, values)
         order = None if reading.valid is None else to_back(reading.valid)
         rows = query if order is None else gathered(query, order)
         limits: dict[str, Any] = {"is_causal": True, "alignment": "lower_right"}
@@ -385,11 +398,27 @@ class ResidentLayer(CacheLayerMixin):
         )
         for i in range(b):
             at = int(held[i])
-            self.store.tail(i, self.window, out=(keys[i].numpy(), values[i].numpy()))
+            self._read(i, keys[i].numpy(), values[i].numpy())
             keys[i, :, at : lengths[i]] = key[i, :, : take[i]]
             values[i, :, at : lengths[i]] = value[i, :, : take[i]]
         dtype = key.dtype
         return keys.to(dtype), values.to(dtype), None if equal else torch.from_numpy(lengths)
+
+    def _read(self, i: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """What the next token of sequence i attends to, into the first rows of keys and values."""
+        assert self.store is not None
+        self.store.tail(i, self.window, out=(keys, values))
+
+    def _expanded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as the attention kernel takes them."""
+        return keys, values
+
+    def twin(self, cache: Any) -> ResidentLayer:
+        """The same tokens in a layer of another cache."""
+        new = type(self)(cache, self.window)
+        new.seen = self.seen
+        new.store = None if self.store is None else self.store.copy()
+        return new
 
 
 def _capacity(tokens: int) -> int:
@@ -400,7 +429,7 @@ def _capacity(tokens: int) -> int:
     return max(FIRST, 1 << (tokens + 32 - 1).bit_length())
 
 
-def _numpy(x: Tensor) -> np.ndarray:
+def as_numpy(x: Tensor) -> np.ndarray:
     """A tensor as contiguous float32."""
     if x.dtype is not torch.float32 or x.requires_grad:
         x = x.detach().float()

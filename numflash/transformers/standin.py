@@ -48,8 +48,12 @@ class StandIn(Tensor):
     @staticmethod
     def of(x: Tensor, tokens: int, layer: Any) -> StandIn:
         """For keys or values (B, Hkv, n, D) of which the cache holds `tokens`."""
-        shape = (*x.shape[:2], tokens, x.shape[3])
-        made = _blank(shape, x.dtype).as_subclass(StandIn)
+        return StandIn.shaped((*x.shape[:2], tokens, x.shape[3]), x.dtype, layer)
+
+    @staticmethod
+    def shaped(shape: tuple[int, ...], dtype: torch.dtype, layer: Any) -> StandIn:
+        """Of this shape (B, Hkv, tokens, D)."""
+        made = _blank(shape, dtype).as_subclass(StandIn)
         made.layer = layer
         return made
 

@@ -42,6 +42,23 @@ SMALL = {
     "pad_token_id": 0,
 }
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 2,
+}
 MODELS = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
@@ -51,6 +68,9 @@ MODELS = {
     "gemma2": ("Gemma2", {**LAYERS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 4}),
     "gemma3": ("Gemma3", {**LAYERS, "query_pre_attn_scalar": 4}),
     "gpt_oss": ("GptOss", {**LAYERS, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "minicpm3": ("MiniCPM3", LATENT),
+    "deepseek_v2": ("DeepseekV2", {**LATENT, **EXPERTS}),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, **EXPERTS, "first_k_dense_replace": 1}),
 }
 TOKENS = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
 LEFT = (torch.arange(40) >= torch.tensor([0, 13])[:, None]).long()
@@ -65,7 +85,8 @@ def make(name, seed=0):
     model = getattr(transformers, kind + "ForCausalLM")(config(**{**SMALL, **options})).eval()
     for weight_name, weight in model.named_parameters():  # far from uniform attention
         if any(
-            part in weight_name for part in ("q_proj.weight", "k_proj.weight", "qkv_proj.weight")
+            part in weight_name
+            for part in ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "_b_proj.weight")
         ):
             weight.data.mul_(12)
         if weight_name.endswith(("sinks", "proj.bias")):
@@ -73,7 +94,12 @@ def make(name, seed=0):
     return model
 
 
-QUICK = ("llama", "gemma2", "gpt_oss")  # plain; soft cap and window; sinks and window
+QUICK = (
+    "llama",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3",
+)  # plain; soft cap and window; sinks and window; latents
 OTHERS = [name for name in MODELS if name not in QUICK]  # half of them by the date
 
 

@@ -1,0 +1,188 @@
+"""A layer of a `ResidentCache` for models with latent attention (DeepSeek V2 and V3, MiniCPM3, ...).
+
+Such a model caches one latent for each token, from which `kv_b_proj` makes keys and values of every
+head. With transformers' own caches every step expands all cached tokens again. Here the latents stay
+in a `KVCache`, as one KV head whose value is the first part of its key, and a step attends to them as
+they are. The projection is absorbed into the query and the result (DeepSeek-V2, 2024, section 2.1):
+
+    query of head h   [q_nope . W_k(h), q_rope], rank + rope channels
+    result of head h  (weights . latents) . W_v(h)
+
+A prompt is expanded once and takes the attention kernel, which has fewer channels to multiply then.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..cache.kvcache import KVCache
+from ..cache.settings import SHARED_DTYPES
+from ..errors import ArgumentError
+from .masks import Reading
+from .resident_layer import ResidentLayer, as_numpy
+from .standin import StandIn
+
+# New tokens up to which a past is attended to as it is. Absorbed, a score and its value take two to four
+# times the products; expanding takes rank x (nope + value) more for each cached token and head.
+FEW_TOKENS = 128
+
+
+class LatentLayer(ResidentLayer):
+    """Latents of one attention layer; of models that expand keys and values before they cache them,
+    these, as in `ResidentLayer`.
+
+    Attributes
+    ----------
+    latent : whether latents are cached
+    module : the model's layer, once it has asked for keys and values
+    """
+
+    def __init__(self, cache: Any, window: int | None) -> None:
+        super().__init__(cache, window)
+        self.module: Any = None
+        self._made: tuple[Any, Tensor] | None = None  # a projection, and its weight as it was made
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the new latents (B, 1, n, rank) and rotated keys (B, 1, n, rope) for `attend`."""
+        if self.store is None:
+            channels = key_states.shape[3], value_states.shape[3]
+            self.latent = key_states.shape[1] == 1 and channels == self.cache.latent
+            if self.latent:
+                _check_dtype(self.cache.dtype)
+                _pass_placeholders_on()
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def placeholders(self, module: Any, latents: StandIn) -> tuple[StandIn, StandIn]:
+        """Keys and values of every head, of which nothing is computed."""
+        self.module = module
+        b, _, tokens, _ = latents.shape
+        heads = b, module.config.num_attention_heads, tokens
+        channels = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
+        key, value = (StandIn.shaped((*heads, d), latents.dtype, self) for d in channels)
+        return key, value
+
+    def twin(self, cache: Any) -> ResidentLayer:
+        """The same tokens in a layer of another cache."""
+        new: Any = super().twin(cache)
+        new.latent = self.latent
+        return new
+
+    # ---- in a file
+    # ---------------------------------------------------------------------------------------------------------
+    def describe(self) -> dict[str, Any]:
+        """Window, tokens, and the arguments of the store."""
+        return {**super().describe(), "latent": self.latent}
+
+    def restore(self, about: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+        """Take over what `describe` and `state` gave."""
+        self.latent = about.get("latent", False)
+        super().restore(about, state)
+        if self.latent:
+            _pass_placeholders_on()
+
+    # ---- the store
+    # ---------------------------------------------------------------------------------------------------------
+    def _create(self, key: Tensor, value: Tensor, capped: bool) -> KVCache:
+        if not self.latent:
+            return super()._create(key, value, capped)
+        b, _, n, rank = key.shape
+        return self._store((b, 1, rank + value.shape[3], rank), n, False, False)
+
+    def _held_sizes(self, held: KVCache) -> tuple[int, int, int]:
+        if not self.latent:
+            return super()._held_sizes(held)
+        return 1, held.value_dim, held.head_dim - held.value_dim
+
+    def _tokens(self, key: Tensor, value: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+        if not self.latent:
+            return super()._tokens(key, value)
+        return as_numpy(torch.cat((key, value), -1)), None
+
+    def _read(self, i: int, keys: np.ndarray, values: np.ndarray) -> None:
+        if not self.latent:
+            super()._read(i, keys, values)
+            return
+        assert self.store is not None
+        held, _ = self.store.tail(i, self.window)
+        n, rank = held.shape[1], keys.shape[2]
+        keys[:, :n], values[:, :n] = held[..., :rank], held[..., rank:]
+
+    # ---- attention
+    # -------------------------------------------------------------------------------------------------------
+    def _suits_decode(self, n: int, group: int) -> bool:
+        if not self.latent:
+            return super()._suits_decode(n, group)
+        return n <= (FEW_TOKENS if self.seen else 1)
+
+    def _expanded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.latent:
+            return super()._expanded(keys, values)
+        found: tuple[Tensor, Tensor] = self.module.expand_kv(keys, values)
+        return found
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, reading: Reading, options: dict[str, Any]
+    ) -> Tensor:
+        if not self.latent:
+            return super()._decode(query, key, value, reading, options)
+        of_keys, of_values = self._absorbed(query.dtype)
+        nope = self.module.qk_nope_head_dim
+        rows = torch.cat((query[..., :nope] @ of_keys, query[..., nope:]), -1)
+        if options["scale"] is None:
+            options = {**options, "scale": query.shape[3] ** -0.5}
+        return super()._decode(rows, key, value, reading, options) @ of_values
+
+    def _absorbed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`kv_b_proj` by heads: (H, nope, rank) for queries and (H, rank, value) for results.
+
+        Of a plain linear layer these are views; of another, one that is quantised or adapted, what it makes of
+        the unit vectors, once.
+        """
+        module, projection = self.module, self.module.kv_b_proj
+        if type(projection) is nn.Linear and projection.weight.dtype is dtype:
+            weight = projection.weight.detach()
+        else:
+            if self._made is None or self._made[0] is not projection:
+                unit = torch.eye(module.kv_lora_rank, dtype=dtype)
+                self._made = projection, projection(unit).detach().T
+            weight = self._made[1]
+        by_head = weight.reshape(module.config.num_attention_heads, -1, weight.shape[1])
+        of_keys, of_values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+        return of_keys, of_values.transpose(1, 2)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in SHARED_DTYPES:
+        raise ArgumentError(
+            f"dtype: got {dtype!r} for a model that caches latents; allowed: {', '.join(map(repr, SHARED_DTYPES))}"
+        )
+
+
+def _pass_placeholders_on() -> None:
+    """Replace `expand_kv` of all models that are loaded by one that knows placeholders."""
+    for path, source in list(sys.modules.items()):
+        if path.startswith("transformers") and ".modeling_" in path:
+            for found in list(vars(source).values()):
+                original = vars(found).get("expand_kv") if isinstance(found, type) else None
+                if original is not None and not hasattr(original, "__wrapped__"):
+                    found.expand_kv = _knowing_placeholders(original)
+
+
+def _knowing_placeholders(original: Any) -> Any:
+    @functools.wraps(original)
+    def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(kv_nope, StandIn):
+            found: tuple[Tensor, Tensor] = kv_nope.layer.placeholders(self, kv_nope)
+            return found
+        expanded: tuple[Tensor, Tensor] = original(self, kv_nope, k_rot)
+        return expanded
+
+    return expand_kv
