@@ -14,6 +14,7 @@ A prompt is expanded once and takes the attention kernel, which has fewer channe
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from typing import Any
 
@@ -46,6 +47,7 @@ class LatentLayer(ResidentLayer):
     def __init__(self, cache: Any, window: int | None) -> None:
         super().__init__(cache, window)
         self.module: Any = None
+        self._balance = 1.0
         self._made: tuple[Any, Tensor] | None = None  # a projection, and its weight as it was made
 
     def update(
@@ -72,18 +74,18 @@ class LatentLayer(ResidentLayer):
     def twin(self, cache: Any) -> ResidentLayer:
         """The same tokens in a layer of another cache."""
         new: Any = super().twin(cache)
-        new.latent = self.latent
+        new.latent, new._balance = self.latent, self._balance
         return new
 
     # ---- in a file
     # ---------------------------------------------------------------------------------------------------------
     def describe(self) -> dict[str, Any]:
         """Window, tokens, and the arguments of the store."""
-        return {**super().describe(), "latent": self.latent}
+        return {**super().describe(), "latent": self.latent, "balance": self._balance}
 
     def restore(self, about: dict[str, Any], state: dict[str, np.ndarray]) -> None:
         """Take over what `describe` and `state` gave."""
-        self.latent = about.get("latent", False)
+        self.latent, self._balance = about.get("latent", False), about.get("balance", 1.0)
         super().restore(about, state)
         if self.latent:
             _pass_placeholders_on()
@@ -94,6 +96,8 @@ class LatentLayer(ResidentLayer):
         if not self.latent:
             return super()._create(key, value, capped)
         b, _, n, rank = key.shape
+        if self.cache.dtype == "int8":
+            self._balance = _balance(key, value)
         return self._store((b, 1, rank + value.shape[3], rank), n, False, False)
 
     def _held_sizes(self, held: KVCache) -> tuple[int, int, int]:
@@ -104,7 +108,7 @@ class LatentLayer(ResidentLayer):
     def _tokens(self, key: Tensor, value: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
         if not self.latent:
             return super()._tokens(key, value)
-        return as_numpy(torch.cat((key, value), -1)), None
+        return as_numpy(torch.cat((key, value * self._balance), -1)), None
 
     def _read(self, i: int, keys: np.ndarray, values: np.ndarray) -> None:
         if not self.latent:
@@ -113,7 +117,7 @@ class LatentLayer(ResidentLayer):
         assert self.store is not None
         held, _ = self.store.tail(i, self.window)
         n, rank = held.shape[1], keys.shape[2]
-        keys[:, :n], values[:, :n] = held[..., :rank], held[..., rank:]
+        keys[:, :n], values[:, :n] = held[..., :rank], held[..., rank:] / self._balance
 
     # ---- attention
     # -------------------------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ class LatentLayer(ResidentLayer):
             return super()._decode(query, key, value, reading, options)
         of_keys, of_values = self._absorbed(query.dtype)
         nope = self.module.qk_nope_head_dim
-        rows = torch.cat((query[..., :nope] @ of_keys, query[..., nope:]), -1)
+        rows = torch.cat((query[..., :nope] @ of_keys, query[..., nope:] / self._balance), -1)
         if options["scale"] is None:
             options = {**options, "scale": query.shape[3] ** -0.5}
         return super()._decode(rows, key, value, reading, options) @ of_values
@@ -157,6 +161,17 @@ class LatentLayer(ResidentLayer):
         by_head = weight.reshape(module.config.num_attention_heads, -1, weight.shape[1])
         of_keys, of_values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], 1)
         return of_keys, of_values.transpose(1, 2)
+
+
+def _balance(latents: Tensor, rotated: Tensor) -> float:
+    """A power of two that makes rotated keys as large as latents.
+
+    INT8 has one scale for both; without this the smaller ones would have few of its levels.
+    """
+    sizes = [x.detach().abs().amax(-1).float().median() for x in (latents, rotated)]
+    ratio = float(sizes[0] / sizes[1]) if sizes[1] > 0 else 1.0
+    found = 2.0 ** round(math.log2(ratio)) if 2.0**-20 < ratio < 2.0**20 else 1.0
+    return found
 
 
 def _check_dtype(dtype: str) -> None:

@@ -64,6 +64,17 @@ def test_a_past_is_attended_to_as_it_is_or_expanded(model, padded):
     torch.testing.assert_close(found[real], wanted[real], atol=1e-3, rtol=1e-4)
 
 
+def test_a_file_and_a_copy_go_on_with_the_same_bits(model, tmp_path):
+    cache = nt.ResidentCache(model.config, "int8")
+    logits(model, "numflash", cache, [TOKENS[:, :60]])
+    cache.save(tmp_path / "latents.npz")
+    others = cache.copy(), nt.ResidentCache.load(tmp_path / "latents.npz", model.config)
+    wanted = logits(model, "numflash", cache, TOKENS[:, 60:66].split(1, 1))
+    for each in others:
+        found = logits(model, "numflash", each, TOKENS[:, 60:66].split(1, 1))
+        assert torch.equal(found, wanted)
+
+
 def test_what_is_stored(model):
     cache = nt.ResidentCache(model.config, "float32", max_length=512)
     logits(model, "numflash", cache, [TOKENS])
@@ -94,6 +105,24 @@ def test_a_model_in_bfloat16(model):
         found = logits(half, implementation, cache, pieces).float()
         errors.append(float((found - wanted).norm() / wanted.norm()))
     assert errors[1] < 1.5 * errors[0]
+
+
+def test_int8_keeps_latents_and_rotated_keys_of_any_size(model):
+    """Rotated keys 256 times as large and their queries as small: the same attention."""
+    pieces = TOKENS.split([1, 100, 100, 79, *[1] * 20], 1)  # all absorbed
+    wanted = logits(model, "eager", dynamic(model), pieces)
+    errors = []
+    for factor in (1, 256, 1 / 256):
+        other = transformers.MiniCPM3ForCausalLM(model.config).eval()
+        other.load_state_dict(model.state_dict())
+        for layer in other.model.layers:
+            attention = layer.self_attn
+            attention.kv_a_proj_with_mqa.weight.data[RANK:] *= factor
+            rows = attention.q_b_proj.weight.data.view(HEADS, NOPE + ROPE, -1)
+            rows[:, NOPE:] /= factor
+        found = logits(other, "numflash", nt.ResidentCache(other.config, "int8"), pieces)
+        errors.append(float((found - wanted).norm() / wanted.norm()))
+    assert max(errors) < 1.3 * min(errors)
 
 
 class Adapted(torch.nn.Linear):
