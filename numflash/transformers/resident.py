@@ -35,7 +35,8 @@ class ResidentCache(Cache):
 
     The model must run with `attn_implementation="numflash"` (or "numflash_int8",
     "numflash_int8_pv_int16"); with another one the first layer raises `ArgumentError`. Layers with
-    a sliding window are rings that never grow. Padding takes no memory.
+    a sliding window are rings that never grow. Padding takes no memory. Latents (DeepSeek V2, V3, MiniCPM3,
+    ...) are stored as they come, and not expanded again.
 
     Parameters
     ----------
