@@ -48,7 +48,7 @@ class LatentLayer(ResidentLayer):
         super().__init__(cache, window)
         self.module: Any = None
         self._balance = 1.0
-        self._made: tuple[Any, Tensor] | None = None  # a projection, and its weight as it was made
+        self._made: tuple[Any, Any] | None = None  # a projection, and its weight as it was made
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -124,7 +124,7 @@ class LatentLayer(ResidentLayer):
     def _suits_decode(self, n: int, group: int) -> bool:
         if not self.latent:
             return super()._suits_decode(n, group)
-        return n <= (FEW_TOKENS if self.seen else 1)
+        return n <= (FEW_TOKENS if self.seen else 1) and self._weight() is not None
 
     def _expanded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if not self.latent:
@@ -137,30 +137,30 @@ class LatentLayer(ResidentLayer):
     ) -> Tensor:
         if not self.latent:
             return super()._decode(query, key, value, reading, options)
-        of_keys, of_values = self._absorbed(query.dtype)
-        nope = self.module.qk_nope_head_dim
-        rows = torch.cat((query[..., :nope] @ of_keys, query[..., nope:] / self._balance), -1)
+        weight, module = self._weight(), self.module
+        by_head = weight.reshape(query.shape[1], -1, weight.shape[1])  # (H, nope + value, rank)
+        of_keys, of_values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+        nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], 3)
+        rows = torch.cat((nope @ of_keys, rope / self._balance), -1)
         if options["scale"] is None:
             options = {**options, "scale": query.shape[3] ** -0.5}
-        return super()._decode(rows, key, value, reading, options) @ of_values
+        return super()._decode(rows, key, value, reading, options) @ of_values.transpose(1, 2)
 
-    def _absorbed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`kv_b_proj` by heads: (H, nope, rank) for queries and (H, rank, value) for results.
+    def _weight(self) -> Any:
+        """What `kv_b_proj` multiplies latents by, (H * (nope + value), rank); None if it adds something, too.
 
-        Of a plain linear layer these are views; of another, one that is quantised or adapted, what it makes of
-        the unit vectors, once.
+        Of a plain linear layer it is the weight; of another, one that is quantised or adapted, what it makes
+        of the unit vectors, once.
         """
-        module, projection = self.module, self.module.kv_b_proj
+        projection, dtype = self.module.kv_b_proj, self.dtype
         if type(projection) is nn.Linear and projection.weight.dtype is dtype:
-            weight = projection.weight.detach()
-        else:
-            if self._made is None or self._made[0] is not projection:
-                unit = torch.eye(module.kv_lora_rank, dtype=dtype)
-                self._made = projection, projection(unit).detach().T
-            weight = self._made[1]
-        by_head = weight.reshape(module.config.num_attention_heads, -1, weight.shape[1])
-        of_keys, of_values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], 1)
-        return of_keys, of_values.transpose(1, 2)
+            return projection.weight.detach() if projection.bias is None else None
+        if self._made is None or self._made[0] is not projection:
+            with torch.no_grad():
+                unit = torch.eye(self.module.kv_lora_rank, dtype=dtype)
+                constant, made = projection(torch.zeros_like(unit[:1])), projection(unit)
+            self._made = projection, None if constant.any() else made.T
+        return self._made[1]
 
 
 def _balance(latents: Tensor, rotated: Tensor) -> float:

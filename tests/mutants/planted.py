@@ -783,6 +783,18 @@ MUTANTS = [
     ),
     Mutant("tiling/choice.py", "if registers(t) > most:", "if False:", "tests/test_tiling.py"),
     Mutant(
+        "transformers/latent_layer.py",
+        "rope / self._balance",
+        "rope",
+        "tests/pytorch/test_resident_latents.py -k any_size",
+    ),
+    Mutant(
+        "transformers/latent_layer.py",
+        "None if constant.any() else made.T",
+        "made.T",
+        "tests/pytorch/test_resident_latents.py -k other_projections",
+    ),
+    Mutant(
         "transformers/resident.py",
         "self._moving = n > 0",
         "self._moving = True",
