@@ -15,7 +15,7 @@ TORCH ?= torch==2.13.0
 
 .PHONY: demo fuzz mutants test test-slow test-mpi test-torch test-aarch64 test-oldest test-cuda12 notebooks notebooks-made lint docs figures bench clean
 
-demo: .venv/ready  ## the main job: real attention end to end, with tables of errors and speed
+demo: .venv/demo  ## the main job: real attention end to end, with tables of errors and speed
 	$(BIN)/numflash demo
 
 test: .venv/ready  ## the default tests
@@ -91,7 +91,11 @@ clean:
 		{ echo "numflash needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) --version); try: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.venv/ready: pyproject.toml | .venv/bin/python
+.venv/demo: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]'
+	@touch $@
+
+.venv/ready: .venv/demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cli,aarch64$(CUDA)]'
 	@touch $@
 

@@ -66,6 +66,11 @@ _PUBLIC = {
     "set_num_threads": "jit.threads",
     "num_threads": "jit.threads",
 }
+_MODULES = (
+    "tiling",
+    "errors",
+    "reference",
+)  # `numflash.tiling.using`, `numflash.errors.CacheFullError`
 __all__ = [
     "BlockMask",
     "DecodeEngine",
@@ -95,8 +100,8 @@ def __getattr__(name: str) -> Any:
     found: Any
     if name == "__version__":
         found = _version()
-    elif name == "tiling":  # a module of its own: `numflash.tiling.using`
-        found = importlib.import_module(".tiling", __name__)
+    elif name in _MODULES:
+        found = importlib.import_module(f".{name}", __name__)
     elif name in _PUBLIC:
         found = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     else:

@@ -343,3 +343,10 @@ def test_public_names():
         assert getattr(numflash, name).__doc__
     with pytest.raises(AttributeError, match="nonsense"):
         _ = numflash.nonsense
+
+
+def test_modules_that_are_named_in_docs_are_there_at_once():
+    """In a process that has imported nothing else."""
+    code = "import numflash; print(numflash.errors.CacheFullError.__name__, numflash.reference.oracle.__name__)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["CacheFullError", "oracle"]

@@ -120,6 +120,7 @@ def test_a_case_is_checked_against_the_oracle(causal):
     [
         ["bench", "0"],
         ["bench", "many"],
+        ["bench", "--threads", "0"],
         ["explain", "-3"],
         ["nonsense"],
         [],
@@ -131,7 +132,9 @@ def test_wrong_command_line(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     assert caught.value.code == 2
-    assert "usage: numflash" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage: numflash" in said
+    assert argv[1:] != ["many"] or "1 or more, or decode" in said
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,8 @@ def test_wrong_command_line(argv, capsys):
         (["asm", "--cpu", "a64fx", "--features=sve"], "features: got 'sve'"),
         (["explain", "99999999999"], "query: got (1, 1, 99999999999, 128)"),
         (["bench", "64", "64", "1", "999"], "threads: got 999"),
+        (["bench", "64", "64", "1", "--threads", "998"], "threads: got 998"),
+        (["demo", "--dtype", "int4"], "--dtype: got it without a cache"),
         (["bench", "--plot", "picture.txt"], "--plot: got 'picture.txt'"),
         (["demo", "--threads", "999"], "threads: got 999"),
     ],
@@ -271,6 +276,8 @@ def test_words_choose_what_is_compiled(capsys, monkeypatch):
     assert len(as_json(capsys, "warmup", "cache", "INT4", "group", "4")["kernels"]) == 2
     assert len(as_json(capsys, "warmup", "cache float32", "group 3")["kernels"]) == 2
     assert called == [(d, g, n) for d, g in (("int4", 4), ("float32", 3)) for n in (1, 64)]
+    assert len(as_json(capsys, "warmup", "cache int8 group 2 options")["kernels"]) == 2
+    assert called[4:] == [("int8", 2, n, 1.0) for n in (1, 64)]
     assert len(as_json(capsys, "warmup", "--list", "cache", "one thread")) == 8 * len(DTYPES)
     assert len(as_json(capsys, "warmup", "--list")) == len(warmup.everything())
     common = {job.name.split(",")[0] for job in warmup.everything() if job.common}

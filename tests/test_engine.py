@@ -7,6 +7,7 @@ import pytest
 from oracles import draw, naive
 
 from numflash.cache.engine import DecodeEngine, State, StateError
+from numflash.cache.settings import DTYPES
 from numflash.commands import demo_decode
 
 OPTIONS = {"batch": 2, "kv_heads": 2, "head_dim": 16, "max_length": 40}
@@ -25,7 +26,7 @@ PATHS = {
     State.OUTPUT_READY: ["init", "load_qkv", "decode", "get_output"],
 }
 LEADS_TO = {
-    State.UNINITIALISED: {"init": State.INITIALISED},
+    State.UNINITIALISED: {"init": State.INITIALISED, "cleanup": State.UNINITIALISED},
     State.INITIALISED: {
         "load_qkv": State.READY,
         "reset": State.INITIALISED,
@@ -126,6 +127,13 @@ def test_another_shape_of_query_gets_another_buffer():
         == np.float16
     )
     assert (two == engine._buffer).all()
+
+
+@pytest.mark.parametrize("dtype", ["int4", "bfloat16"])
+def test_demo_of_every_storage(monkeypatch, dtype):
+    monkeypatch.setattr(demo_decode, "LAYERS", 1)
+    assert set(demo_decode.BUDGET) == set(DTYPES)
+    assert 0 < demo_decode.run(1, dtype, 20, 2)["relative_l1_worst"] <= demo_decode.BUDGET[dtype]
 
 
 def test_demo_agrees_with_recomputation(monkeypatch):

@@ -156,3 +156,10 @@ def test_peaks_below_the_smallest_scale_count_as_zero(granularity):
     x = np.full((3, 16), 2.0**-101, np.float32)
     found = numflash.quantize(x, granularity)
     assert not found.data.any() and (found.scale == 1).all()
+
+
+def test_a_quantised_tensor_prints_in_one_line():
+    q, k, v = (draw((1, 2, 40, 16), n) for n in range(3))
+    found = [repr(x) for x in numflash.quantize_qkv(q, k, v)]
+    assert all("\n" not in x and "shape=(1, 2, 40, 16)" in x and len(x) < 200 for x in found)
+    assert "with offset" in found[1]

@@ -58,8 +58,9 @@ class DecodeEngine:
 
     def _allow(self, method: str, *states: State) -> None:
         if self.state not in states:
+            first = "; init() comes first" if self.state is State.UNINITIALISED else ""
             raise StateError(
-                f"{method}: the engine is {self.state.value}; allowed: when {' or '.join(s.value for s in states)}"
+                f"{method}: the engine is {self.state.value}; allowed: when {' or '.join(s.value for s in states)}{first}"
             )
 
     def init(self) -> None:
@@ -109,16 +110,18 @@ class DecodeEngine:
         self._query, self._output, self.state = None, None, State.INITIALISED
 
     def cleanup(self) -> None:
-        """Release everything."""
-        self._allow("cleanup", State.INITIALISED, State.READY, State.OUTPUT_READY)
-        self._cache.close()
+        """Release everything; an engine that holds nothing stays as it is."""
+        if self.cache is None:
+            return
+        self.cache.close()
         self.cache, self._query, self._output, self.state = None, None, None, State.UNINITIALISED
         self._buffer = np.empty(0, np.float32)
 
     def step(self, query: Any, key: Any, value: Any) -> np.ndarray:
         """load_qkv, decode and get_output in one call, on a card one CUDA graph.
 
-        Initialises by itself.
+        Initialises by itself. The output is `get_output`'s: the next step writes over it, so copy what
+        you want to keep.
         """
         if self.state is State.UNINITIALISED:
             self.init()

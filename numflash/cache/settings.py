@@ -18,6 +18,7 @@ DTYPES = ("int8", "int4", "float32", "bfloat16", "float16")
 INTEGERS = ("int8", "int4")  # stored with a scale for every token
 SHARED_DTYPES = ("int8", "float32", "bfloat16")  # of a cache whose values are in its keys
 MAX_LENGTH = 1 << 31
+LARGEST_PAGE = 1 << 20
 MAX_WINDOW = 1 << 29
 MAX_SINKS = 1 << 20
 SLACK = KEY_BLOCK // 2  # slots of a ring beyond its window, for several new tokens at once
@@ -157,10 +158,10 @@ def _paging(given: Settings, backend: Backend) -> dict[str, Any]:
             raise ArgumentError("pages: got a number without page_size; allowed: None")
         return {"page_size": given.slots}
     smallest = backend.MIN_PAGE
-    page_size = integer("page_size", given.page_size, smallest, 1 << 20)
-    if page_size & (page_size - 1):
+    page_size = integer("page_size", given.page_size, -LARGEST_PAGE, 2 * LARGEST_PAGE)
+    if page_size & (page_size - 1) or not smallest <= page_size <= LARGEST_PAGE:
         raise ArgumentError(
-            f"page_size: got {page_size}; allowed: a power of two, {smallest} or more"
+            f"page_size: got {page_size}; allowed: a power of two, {smallest} to {LARGEST_PAGE}"
         )
     pages = given.pages
     return {

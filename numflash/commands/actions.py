@@ -17,6 +17,11 @@ PACKAGES = ("torch", "ml_dtypes", "matplotlib", "rich")  # that are used where t
 
 
 def demo(args: argparse.Namespace) -> Any:
+    if args.dtype and args.what not in ("decode", "generate"):
+        raise ArgumentError(
+            "--dtype: got it without a cache; allowed: with `demo decode` and `demo generate`"
+        )
+    dtype = args.dtype or "int8"
     if args.what == "ring":
         from ..mpi import demo as ring
 
@@ -24,11 +29,11 @@ def demo(args: argparse.Namespace) -> Any:
     if args.what == "decode":
         from . import demo_decode
 
-        return demo_decode.run(args.threads, args.dtype)
+        return demo_decode.run(args.threads, dtype)
     if args.what == "generate":
         from . import demo_generate
 
-        return demo_generate.run(args.threads, args.dtype)
+        return demo_generate.run(args.threads, dtype)
     from . import demo as job
 
     return job.run(args.threads)
@@ -107,6 +112,7 @@ def warmup(args: argparse.Namespace) -> Any:
 def bench(args: argparse.Namespace) -> Any:
     from . import bench as job
 
+    threads = args.number_of_threads or args.threads
     tables = [f"--{name}" for name in ("plot", "short", "study") if getattr(args, name)]
     if args.length == "decode":
         tables.append("decode")
@@ -115,15 +121,15 @@ def bench(args: argparse.Namespace) -> Any:
     if args.length == "decode":
         from . import bench_decode
 
-        return bench_decode.run(args.threads)
+        return bench_decode.run(threads)
     if args.plot:
         from . import bench_plot
 
-        return bench_plot.plot(args.plot, args.head_dim, args.threads, args.iterations)
+        return bench_plot.plot(args.plot, args.head_dim, threads, args.iterations)
     if args.short:
         from . import bench_short
 
-        return bench_short.run(args.threads)
+        return bench_short.run(threads)
     if args.study:
         from . import bench_study
 
@@ -131,7 +137,7 @@ def bench(args: argparse.Namespace) -> Any:
     from ..measure.contenders import Case
 
     case = Case(args.length, args.head_dim, args.causal, args.heads, args.batch)
-    return job.run(case, args.iterations, args.threads, args.reference_threads)
+    return job.run(case, args.iterations, threads, args.reference_threads)
 
 
 def explain(args: argparse.Namespace) -> Any:

@@ -31,7 +31,12 @@ def positive(text: str) -> int:
 
 def positive_or_decode(text: str) -> int | str:
     """A number of tokens, or the word that asks for decoding's tables."""
-    return text if text == "decode" else positive(text)
+    if text == "decode":
+        return text
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or decode") from None
 
 
 def option(*names: str, **given: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -79,8 +84,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             option(
                 "--dtype",
                 choices=["int8", "int4", "float32", "bfloat16", "float16"],
-                default="int8",
-                help="storage of the KV cache of `demo decode` and `demo generate`",
+                help="storage of the KV cache of `demo decode` and `demo generate` (default int8)",
             ),
             count("--threads", 1),
         ),
@@ -112,6 +116,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             HEAD_DIM,
             option("iterations", nargs="?", type=positive, default=5, help="at least; default 5"),
             count("threads", 1, nargs="?"),
+            option("--threads", type=positive, dest="number_of_threads", help="the same by name"),
             *CASE,
             option(
                 "--plot",

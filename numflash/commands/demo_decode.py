@@ -28,7 +28,7 @@ HEADS = 14
 KV_HEADS = 2
 HEAD_DIM = 64
 HIDDEN = HEADS * HEAD_DIM
-BUDGET = {"float32": 1e-4, "bfloat16": 0.03, "float16": 5e-3, "int8": 0.06}
+BUDGET = {"float32": 1e-4, "bfloat16": 0.03, "float16": 5e-3, "int8": 0.06, "int4": 0.4}
 F = np.float32
 
 

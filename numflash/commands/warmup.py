@@ -34,6 +34,7 @@ MASKS = {
 
 HEAD_DIMS = 8, 64  # rows that end within a vector, which go the general way in INT8, and whole ones
 GROUPS = range(1, 9)  # query heads of a KV head; of more than 8 a kernel takes up to 8 at a time
+OPTIONS = "options"  # the word of kernels with a soft cap, ALiBi or functions
 COMMON = "int8", "float32"  # storage of KV caches that is compiled where no words ask for others
 
 
@@ -52,15 +53,16 @@ def forward(impl: str, options: dict[str, Any], mask: np.ndarray | None) -> None
         attention(x, x, x, mask, impl=impl, **options)
 
 
-def decode(dtype: str, group: int, batch: int) -> None:
+def decode(dtype: str, group: int, batch: int, softcap: float = 0.0) -> None:
     """One append and one decode.
 
-    64 sequences are enough work for the kernels of several threads.
+    64 sequences are enough work for the kernels of several threads. A soft cap stands for all options and
+    functions: they share a kernel.
     """
     cache = KVCache(batch, 1, 64, 128, dtype)
     x = np.ones((batch, 1, 128, 64), np.float32)
     cache.append(x, x)
-    cache.decode(np.ones((batch, group, 1, 64), np.float32))
+    cache.decode(np.ones((batch, group, 1, 64), np.float32), softcap=softcap)
 
 
 def gradient(impl: str, mask: np.ndarray | None = None) -> None:
@@ -96,7 +98,9 @@ def gradient_jobs() -> list[Job]:
 
 
 def cache_jobs() -> list[Job]:
-    """Every storage, every number of query rows of a kernel, on one thread and on several."""
+    """Every storage, every number of query rows of a kernel, on one thread and on several, without
+    options and with them.
+    """
     found = []
     for dtype in DTYPES:
         for group in GROUPS:
@@ -104,6 +108,8 @@ def cache_jobs() -> list[Job]:
                 name = f"KV cache {dtype}, group {group}, {threads}"
                 call = functools.partial(decode, dtype, group, batch)
                 found.append(Job(name, call, dtype in COMMON))
+                changed = functools.partial(decode, dtype, group, batch, 1.0)
+                found.append(Job(f"{name}, {OPTIONS}", changed, False))
     return found
 
 
@@ -113,16 +119,20 @@ def everything() -> list[Job]:
 
 
 def chosen(given: Sequence[str]) -> list[Job]:
-    """Those whose names have all of the words, "cache int4" and "group 3" being four.
+    """All, or those whose names have all of the words, "cache int4" and "group 3" being four; kernels with
+    options only where that is one of them.
 
     Raises
     ------
     ArgumentError
         No name has them.
     """
+    if not given:
+        return everything()
     wanted = words_of(" ".join(given))
-    found = [job for job in everything() if wanted <= words_of(job.name)]
-    if not found or (given and not wanted):
+    named = [(job, words_of(job.name)) for job in everything()]
+    found = [job for job, own in named if wanted <= own and OPTIONS in wanted | ({OPTIONS} - own)]
+    if not found or not wanted:
         raise ArgumentError(
             f"WORD: got {' '.join(given)!r}, which no kernel's name has; allowed: words of a name in "
             "`numflash warmup --list`"

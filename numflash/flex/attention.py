@@ -33,7 +33,8 @@ def fuse(score_mod: ScoreFunction | None, block_mask: Any, problem: Problem) -> 
         return fused_of(prepare(score_mod, None))
     if not isinstance(block_mask, BlockMask):
         raise ArgumentTypeError(
-            f"block_mask: got {type(block_mask).__name__}; allowed: a BlockMask (numflash.create_block_mask)"
+            f"block_mask: got {type(block_mask).__module__}.{type(block_mask).__name__}; allowed: a BlockMask of "
+            "numflash.create_block_mask (numflash.torch.flex_attention takes PyTorch's)"
         )
     nb, nh, length, s = block_mask.shape
     entries, heads, _, *lengths, _, _ = problem.shape
@@ -67,6 +68,8 @@ def with_functions(
     problem: Problem, score_mod: ScoreFunction | None, block_mask: Any, impl: str
 ) -> Problem:
     """The problem with its functions."""
+    if score_mod is None and block_mask is None:
+        return problem
     _supported(problem, impl)
     if block_mask is None:
         problem, score_mod = _with_option(problem, score_mod)

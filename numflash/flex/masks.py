@@ -296,6 +296,8 @@ def create_block_mask(
     ArgumentError
         A size that is not allowed, or a captured array that is too short for an index.
     """
+    if mask_mod is None:
+        raise ArgumentTypeError("mask_mod: got None; allowed: a function of (b, h, q_idx, kv_idx)")
     nb = _size("B", B)
     nh = _size("H", H)
     length = _size("Q_LEN", Q_LEN)

@@ -312,7 +312,9 @@ def scalar(graph: Graph, x: Any) -> Any:
 
 def _one(x: Any) -> Scalar:
     if len(x) != 1:
-        raise Untraceable(f"{len(x)} values where one number is needed")
+        raise Untraceable(
+            f"{len(x)} values where one number is needed: index all dimensions of an array"
+        )
     return x[0]
 
 
@@ -374,7 +376,9 @@ def apply(graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any
             ) from None
         return SPECIAL[name](graph, *args, **options)
     if name not in FUNCTIONS:
-        raise Untraceable(f"{name}() cannot be recorded")
+        raise Untraceable(
+            f"{name}() cannot be recorded; those that can are in the guide `Write your own attention` (docs/flex.md)"
+        )
     op = FUNCTIONS[name]
     if op in ("add", "sub") and "alpha" in options:  # PyTorch's: x + alpha * y
         args = (args[0], apply(graph, "mul", (args[1], options.pop("alpha")), {}))

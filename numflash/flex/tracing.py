@@ -279,9 +279,12 @@ def record(
                 found = swapped(*given)
         else:
             found = swapped(*given)
+        if found is None:
+            raise Untraceable("the function returned nothing; is a `return` missing?")
         return scalar(graph, found).node
     except Untraceable as error:
-        raise ArgumentTypeError(f"{name}: {_where(error)}{error}") from None
+        where = _where(error) or _definition(function)
+        raise ArgumentTypeError(f"{name}: {where}{error}") from None
     except (TypeError, IndexError) as error:
         if isinstance(error, NumflashError):
             raise
@@ -289,6 +292,12 @@ def record(
             f"{name}: {_where(error)}{error}; allowed: {len(given)} arguments, arrays made outside of the function, "
             "operations of single numbers"
         ) from error
+
+
+def _definition(function: Callable) -> str:
+    """Where a function is written, for an error in what it returns."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}: "
 
 
 def _where(error: Exception) -> str:

@@ -97,6 +97,12 @@ def source_digest(path: str) -> str:
     return digest.hexdigest()
 
 
+def shown_name(function: Any) -> str:
+    """Module and name of a kernel; a factory's has a digest of its constants at the end."""
+    name = re.sub(r"\.[0-9a-f]{16}$", "", function.__qualname__).rsplit(".", 1)[-1]
+    return f"{function.__module__.removeprefix('numflash.')}.{name}"
+
+
 ANNOUNCED_EVERY = 15.0  # seconds
 _announced: list[float] = []  # when
 
@@ -343,7 +349,7 @@ class _PackageCache(caching.FunctionCache):
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(sig, target_context)
         if found is None:
-            _announce(self._py_func.__qualname__.rsplit(".", 1)[-1])
+            _announce(shown_name(self._py_func))
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:

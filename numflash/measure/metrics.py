@@ -58,7 +58,7 @@ class Errors:
 
     def __str__(self) -> str:
         return (
-            f"cosine {self.cosine:.6f}  relative L1 {self.relative_l1:.5f}  RMSE {self.rmse:.3g}  "
+            f"cosine {self.cosine:.6f}  relative L1 {self.relative_l1:.2e}  RMSE {self.rmse:.3g}  "
             f"max {self.max_abs:.3g}  worst row {self.worst_row:.4f}"
         )
 

@@ -42,7 +42,7 @@ HUGE = F(2.0**96)
 HUGE_UNIT = F(2.0**32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizedTensor:
     """INT8 values with their scales.
 
@@ -74,6 +74,14 @@ class QuantizedTensor:
     low: np.ndarray | None = None
     # see validation.quantized
     checked: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """One line: the arrays are too long to print."""
+        more = [name for name in ("offset", "nonfinite", "low") if getattr(self, name) is not None]
+        return (
+            f"QuantizedTensor(shape={self.shape}, granularity={self.granularity!r}, nbytes={self.nbytes}"
+            f"{', with ' + ', '.join(more) if more else ''})"
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -30,8 +30,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
         if not isinstance(x, Tensor):
             raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed: a tensor")
         if x.layout != torch.strided or x.is_nested:
+            kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
             raise SdpaError(
-                f"{name}: got a tensor of layout {x.layout}; allowed: dense tensors, with attn_mask for padding"
+                f"{name}: got {kind}; allowed: dense tensors, with attn_mask for padding"
             )
         if x.dtype not in DTYPES:
             raise SdpaError(f"{name}: got dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")

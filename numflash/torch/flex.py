@@ -17,7 +17,7 @@ from ..api import attention_backward
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..flex import BlockMask, captured
 from ..flex import flex_attention as attend
-from .checks import autocast
+from .checks import autocast, check_gradients, check_tensors
 from .operator import no_second_derivatives, pytorch_threads
 from .routing import use
 
@@ -156,6 +156,8 @@ def flex_attention(
                 f"{name}: a tensor inside torch.func cannot be read; allowed: outside"
             )
     query, key, value = autocast(query, key, value)
+    check_tensors(query, key, value, None)
+    check_gradients(precision, (query, key, value))
     mask = _block_mask(block_mask)
     if torch.is_grad_enabled():
         mask_mod = None if mask is None else mask.mask_mod

@@ -242,3 +242,23 @@ def test_no_tile_reads_beyond_an_array(size, precision, way):
     wanted = numflash.flex_attention(q, k, v, functions[way], impl="reference")
     assert np.abs(found - wanted).max() < {"float32": 1e-5, "int8": 0.02}[precision]
     assert protect(start, 3 * page, 3) == 0
+
+
+def test_what_a_function_returns_is_named_with_its_place():
+    def nothing(score, b, h, q, k):
+        score + 1
+
+    table = np.ones((4, 4), np.float32)
+    for wrong, words in (
+        (nothing, r"test_tracing\.py:\d+: the function returned nothing; is a `return` missing"),
+        (
+            lambda s, b, h, q, k: table[h],
+            r"test_tracing\.py:\d+: 4 values where one number is needed",
+        ),
+    ):
+        with pytest.raises(ArgumentTypeError, match=f"score_mod: .*{words}"):
+            prepare(wrong, None)
+    with pytest.raises(ArgumentTypeError, match=r"sinh\(\) cannot be recorded; those that can are"):
+        prepare(lambda s, b, h, q, k: np.sinh(s), None)
+    with pytest.raises(ArgumentTypeError, match="mask_mod: got None; allowed: a function"):
+        numflash.create_block_mask(None, None, None, 8, 8)

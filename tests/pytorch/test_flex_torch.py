@@ -98,6 +98,22 @@ def test_errors():
         torch.vmap(lambda x: numflash.torch.flex_attention(x, x, x))(torch.randn(2, B, H, L, D))
 
 
+def test_what_is_refused_as_by_attention():
+    """float64 would lose digits, and rounding to INT8 has no gradient."""
+    q, k, v = tensors()
+    with pytest.raises(ArgumentError, match=r"query: got dtype torch\.float64"):
+        numflash.torch.flex_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+    with pytest.raises(ArgumentError, match=r"key: got torch\.float32"):
+        numflash.torch.flex_attention(q.bfloat16(), k, v, enable_gqa=True)
+    with pytest.raises(ArgumentError, match="rounding has no gradient"):
+        numflash.torch.flex_attention(q, k, v, enable_gqa=True, precision="int8")
+    with torch.no_grad():
+        numflash.torch.flex_attention(q, k, v, enable_gqa=True, precision="int8")
+    with numflash.torch.use(fallback=True) as routed:
+        found = flex.flex_attention(*(x.detach().double() for x in (q, k, v)), enable_gqa=True)
+    assert found.dtype == torch.float64 and sum(routed.fallbacks.values()) == 1
+
+
 def test_use_routes_torchs_function():
     q, k, v = (x.detach() for x in tensors())
     original = flex.flex_attention
