@@ -9,6 +9,7 @@ from oracles import draw, qkv
 
 import numflash
 from numflash import validation
+from numflash.errors import ArgumentError
 from numflash.numerics.quantization import GRANULARITIES, quantize_problem
 from numflash.validation.options import Options
 
@@ -163,3 +164,18 @@ def test_a_quantised_tensor_prints_in_one_line():
     found = [repr(x) for x in numflash.quantize_qkv(q, k, v)]
     assert all("\n" not in x and "shape=(1, 2, 40, 16)" in x and len(x) < 200 for x in found)
     assert "with offset" in found[1]
+
+
+def test_a_rotated_query_wants_rotated_keys():
+    q, k, v = (draw((1, 2, 40, 64), n) for n in range(3))
+    plain, turned = (numflash.quantize_qkv(q, k, v, rotate=rotate) for rotate in (False, True))
+    assert "rotated" in repr(turned[0]) and "rotated" not in repr(plain[0])
+    outs = [
+        numflash.attention_int8(*each) for each in (plain, turned, plain)
+    ]  # plans are known now
+    assert np.abs(outs[1] - outs[0]).max() < 0.1
+    for mixed in ((turned[0], *plain[1:]), (plain[0], *turned[1:])):
+        with pytest.raises(
+            ArgumentError, match=r"key: got rotated=(True|False) with a query of rotated="
+        ):
+            numflash.attention_int8(*mixed)

@@ -138,6 +138,8 @@ def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], 
             return None
     if (query.granularity, key.granularity, value.granularity) != ("row", "row", "channel"):
         return None
+    if query.rotated is not key.rotated:
+        return None
     if not BY_VALUE.isdisjoint(options):
         return None
     shapes = tuple(

@@ -63,6 +63,9 @@ class QuantizedTensor:
         What rounding took from the first rows, in 1/32 of a step: these are
         (data + low / 32) * scale, and INT8 attention computes with that. A sequence's first tokens
         often take most of the weight ("attention sinks"). None: nothing.
+    rotated : bool
+        Whether rows were multiplied by a Hadamard matrix first (`quantize_qkv(rotate=True)`): a query and
+        a key belong together only if both were, or neither.
     """
 
     data: np.ndarray
@@ -72,14 +75,16 @@ class QuantizedTensor:
     nonfinite: np.ndarray | None = None
     block: int = KEY_BLOCK
     low: np.ndarray | None = None
+    rotated: bool = False
     # see validation.quantized
     checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """One line: the arrays are too long to print."""
         more = [name for name in ("offset", "nonfinite", "low") if getattr(self, name) is not None]
+        turned = ", rotated" if self.rotated else ""
         return (
-            f"QuantizedTensor(shape={self.shape}, granularity={self.granularity!r}, nbytes={self.nbytes}"
+            f"QuantizedTensor(shape={self.shape}, granularity={self.granularity!r}, nbytes={self.nbytes}{turned}"
             f"{', with ' + ', '.join(more) if more else ''})"
         )
 
@@ -272,7 +277,8 @@ def quantize_qkv(
     """
     if flag("rotate", rotate):
         query, key = (rotated(_floats(name, x)) for name, x in (("query", query), ("key", key)))
-    return quantize(query, "row"), quantize(key, "row", smooth=True), quantize(value, "channel")
+    q, k = quantize(query, "row"), quantize(key, "row", smooth=True)
+    return replace(q, rotated=bool(rotate)), replace(k, rotated=bool(rotate)), quantize(value, "channel")
 
 
 def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:

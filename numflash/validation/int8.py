@@ -117,6 +117,11 @@ def quantized_problem(query: Any, key: Any, value: Any, options: Options = DEFAU
             raise ArgumentError(
                 f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}"
             )
+    if q.rotated != k.rotated:
+        raise ArgumentError(
+            f"key: got rotated={k.rotated} with a query of rotated={q.rotated}; allowed: both of one "
+            "`quantize_qkv` call, or of calls with the same `rotate`"
+        )
     check_shapes(q.shape, k.shape, v.shape, options.enable_gqa)
     if pv not in FLOAT_VALUES and v.granularity == "tensor":
         v = replace(v, granularity="channel", scale=np.repeat(v.scale, v.shape[3], -1))
