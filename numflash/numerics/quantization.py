@@ -278,7 +278,11 @@ def quantize_qkv(
     if flag("rotate", rotate):
         query, key = (rotated(_floats(name, x)) for name, x in (("query", query), ("key", key)))
     q, k = quantize(query, "row"), quantize(key, "row", smooth=True)
-    return replace(q, rotated=bool(rotate)), replace(k, rotated=bool(rotate)), quantize(value, "channel")
+    return (
+        replace(q, rotated=bool(rotate)),
+        replace(k, rotated=bool(rotate)),
+        quantize(value, "channel"),
+    )
 
 
 def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:
