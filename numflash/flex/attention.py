@@ -33,8 +33,8 @@ def fuse(score_mod: ScoreFunction | None, block_mask: Any, problem: Problem) -> 
         return fused_of(prepare(score_mod, None))
     if not isinstance(block_mask, BlockMask):
         raise ArgumentTypeError(
-            f"block_mask: got {type(block_mask).__module__}.{type(block_mask).__name__}; allowed: a BlockMask of "
-            "numflash.create_block_mask (numflash.torch.flex_attention takes PyTorch's)"
+            f"block_mask: got {type(block_mask).__name__}; allowed: a BlockMask of numflash.create_block_mask "
+            "(numflash.torch.flex_attention takes PyTorch's)"
         )
     nb, nh, length, s = block_mask.shape
     entries, heads, _, *lengths, _, _ = problem.shape
