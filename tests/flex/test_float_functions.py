@@ -27,7 +27,8 @@ def test_tanh_is_within_its_error_and_never_beyond_one():
     x = np.concatenate([some, -some, [np.inf, -np.inf, 1e30]]).astype(np.float32)
     y = changed(lambda score, b, h, q, k: np.tanh(score), x)
     wanted = np.tanh(x.astype(np.float64))
-    assert (np.abs(y - wanted) <= 3e-7 * np.abs(wanted)).all()
+    # 3.4e-7 without fused multiply-add, 2.9e-7 with it
+    assert (np.abs(y - wanted) <= 3.4e-7 * np.abs(wanted)).all()
     assert np.abs(y).max() <= 1
     assert np.isnan(changed(lambda score, b, h, q, k: np.tanh(score), np.float32([np.nan])))[0]
 
