@@ -269,3 +269,12 @@ def test_a_kernel_from_the_disk_can_be_called_by_one_that_is_compiled(tmp_path):
     for numbers, printed in (("", "2 0"), ("3", "2 8 1")):
         done = python(CALLS, tmp_path / "cache", tmp_path, *numbers)
         assert done.stdout.split() == printed.split(), done.stderr
+
+
+def test_the_log_names_a_kernel_and_not_its_digest():
+    from numflash.cpu.floats.float_packing import make_pack_keys
+    from numflash.jit.disk_cache import shown_name
+
+    function = make_pack_keys(8, 32, 1).py_func
+    assert not function.__qualname__.endswith("pack_keys"), "a factory's kernel has a digest"
+    assert shown_name(function) == "cpu.floats.float_packing.pack_keys"

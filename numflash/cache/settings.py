@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,7 +159,7 @@ def _paging(given: Settings, backend: Backend) -> dict[str, Any]:
             raise ArgumentError("pages: got a number without page_size; allowed: None")
         return {"page_size": given.slots}
     smallest = backend.MIN_PAGE
-    page_size = integer("page_size", given.page_size, -LARGEST_PAGE, 2 * LARGEST_PAGE)
+    page_size = integer("page_size", given.page_size, -sys.maxsize, sys.maxsize)
     if page_size & (page_size - 1) or not smallest <= page_size <= LARGEST_PAGE:
         raise ArgumentError(
             f"page_size: got {page_size}; allowed: a power of two, {smallest} to {LARGEST_PAGE}"

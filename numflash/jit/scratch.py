@@ -11,9 +11,9 @@ from . import guard
 from .memory import LINE, empty
 
 LARGEST_KEPT = 31 << 20
-# Bytes of scratch memory that a thread keeps between calls, at most. Packed keys of 16 heads x 4096 x 192 are 50 MB: where one
-# query row reads them, fresh pages for them took 6 % of a call on one thread, and 26 % on two, which wait for each other
-# in the system (AMD Zen 5, virtual machine).
+# Bytes of scratch memory that a thread keeps between calls, at most. The packed keys of 16 heads of 4096 x 192
+# are 50 MB. With 16 MB kept, each call took fresh pages for them, which cost 6 % of its time with one query row
+# on one thread and 26 % on two (AMD Zen 5, virtual machine).
 KEPT = 64 << 20
 
 

@@ -181,8 +181,10 @@ def test_the_result_may_go_over_the_query():
     ("options", "words"),
     [
         ({"dtype": "int3"}, "dtype"),
-        ({"page_size": 100}, "page_size"),
-        ({"page_size": 64}, "page_size"),
+        ({"page_size": 100}, "page_size: got 100; allowed: a power of two, 128 to 1048576"),
+        ({"page_size": 64}, "page_size: got 64; allowed: a power of two"),
+        ({"page_size": 1 << 22}, "page_size: got 4194304; allowed: a power of two, 128 to 1048576"),
+        ({"page_size": -128}, "page_size: got -128; allowed: a power of two"),
         ({"window": 0}, "window"),
         ({"sinks": 3}, "sinks"),
         ({"window": 9, "page_size": 128}, "window"),

@@ -207,7 +207,12 @@ def test_bits_do_not_depend_on_how_rows_are_called(dtype):
 
     def score_mod(score, b, h, q, k):
         near = (q - k < 20) | (k % 5 == h % 5)
-        return np.where(near, score * 1.5, score + table[h, order[k]]) + np.sin(k * 0.1) * (k > 9)
+        far = 0.01 * ((k * 3_000_000_000) % 11)  # wider than 32 bits
+        return (
+            np.where(near, score * 1.5, score + table[h, order[k]])
+            + np.sin(k * 0.1) * (k > 9)
+            - far
+        )
 
     calls = {"score_mod": score_mod, "mask_mod": lambda b, h, q, k: (k % 4 != 1) | (h > 3)}
     together = cache.decode(query, **calls)

@@ -162,6 +162,14 @@ def test_what_integers_do_not_take(options):
         numflash.flex_attention(q, k, v, g.softcap, precision="int8", **options)
 
 
+def test_options_without_a_function_are_those_of_attention():
+    q, k, v = g.operands(5)
+    for options in ({"softcap": 3.0}, {"alibi_slopes": np.ones(g.H)}):
+        found = numflash.flex_attention(q, k, v, precision="int8", enable_gqa=True, **options)
+        wanted = numflash.attention(q, k, v, precision="int8", enable_gqa=True, **options)
+        np.testing.assert_array_equal(found, wanted)
+
+
 TABLE = np.geomspace(1e-3, 1, 1300, dtype=np.float32).reshape(2, 650)  # slopes of rows
 BITS = {  # that stay in int16, leave it upwards or downwards, hide whole rows, and give NaN
     "alibi": g.alibi,
