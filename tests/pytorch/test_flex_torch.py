@@ -105,7 +105,7 @@ def test_what_is_refused_as_by_attention():
         numflash.torch.flex_attention(q.double(), k.double(), v.double(), enable_gqa=True)
     with pytest.raises(ArgumentError, match=r"key: got torch\.float32"):
         numflash.torch.flex_attention(q.bfloat16(), k, v, enable_gqa=True)
-    nested = torch.nested.nested_tensor([torch.ones(H, L, D)] * B)
+    nested = torch.nested.nested_tensor([torch.ones(H, L, D)] * B, layout=torch.jagged)
     with pytest.raises(ArgumentError, match="query: got a nested tensor"):
         numflash.torch.scaled_dot_product_attention(nested, nested, nested)
     with pytest.raises(ArgumentTypeError, match=r"numflash\.torch\.flex_attention takes PyTorch's"):
