@@ -109,7 +109,7 @@ def test_what_is_refused_as_by_attention():
     with pytest.raises(ArgumentError, match="query: got a nested tensor"):
         numflash.torch.scaled_dot_product_attention(nested, nested, nested)
     with pytest.raises(ArgumentTypeError, match=r"numflash\.torch\.flex_attention takes PyTorch's"):
-        numflash.flex_attention(*(x.detach() for x in (q, k, v)), None, torch_mask())
+        numflash.flex_attention(*(x.detach() for x in (q, k, v)), None, torch_mask(), None, True)
     with pytest.raises(ArgumentError, match="rounding has no gradient"):
         numflash.torch.flex_attention(q, k, v, enable_gqa=True, precision="int8")
     with torch.no_grad():
