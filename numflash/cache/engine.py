@@ -7,7 +7,7 @@ After "API Usage Flow" of the T4 architecture (docs/sources.md):
     ready                        -- decode -->      ready
     ready                        -- get_output -->  output ready
     ready, output ready          -- reset -->       initialised
-    any but uninitialised        -- cleanup -->     uninitialised
+    any                          -- cleanup -->     uninitialised
 
 `step` is its one-call `decode`, which initialises by itself.
 """
