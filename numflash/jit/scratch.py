@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +81,25 @@ class Scratch(threading.local):
         """Keep the block for the next call."""
         if room.nbytes <= KEPT and not guard.ON:
             self.room = room
+
+    @contextlib.contextmanager
+    def arrays(self, shapes: dict[str, tuple[int, ...]], dtype: Any) -> Iterator[list[np.ndarray]]:
+        """Arrays of these names and shapes, on cache lines, until the end of the `with` block."""
+        layout, itemsize = Layout(), np.dtype(dtype).itemsize
+        places = [layout.add(name, math.prod(x) * itemsize) for name, x in shapes.items()]
+        room = self.take(layout.nbytes)
+        try:
+            parts = (
+                layout.guarded()
+                if guard.ON
+                else [
+                    room.array[at : at + size]
+                    for at, size in zip(places, layout.sizes.values(), strict=True)
+                ]
+            )
+            yield [x.view(dtype).reshape(y) for x, y in zip(parts, shapes.values(), strict=True)]
+        finally:
+            self.give(room)
 
 
 scratch = Scratch()

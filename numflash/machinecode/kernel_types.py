@@ -93,15 +93,17 @@ def attend_rows() -> tuple[Any, ...]:
 def backward() -> tuple[Any, ...]:
     """The gradient: `make_backward` of `cpu.backward.flash_backward`."""
     b, f3, f2 = backward_operands, array("float32", 3), array("float32", 2)
-    x = containers.NamedTuple((f3, f2, f3, f2, f3, f3, f2, f2), b.Operands)
+    x = containers.NamedTuple((f3, f3, f3, f3, array("bool_", 2), f2, f2), b.Operands)
     options = (
         INT, INT, array("int64", 1), array("int64", 1), array("bool_", 2), array("uint8", 5), array("float32", 5), FLOAT,
         f2, score_tiles(), containers.UniTuple(INT, 2),
     )  # fmt: skip
     return (
-        x, FLOAT, containers.NamedTuple(options, b.Options), containers.NamedUniTuple(INT, 5, b.Sizes), array("int64", 1),
-        containers.NamedUniTuple(f2, len(b.Scratch._fields), b.Scratch),
-        containers.NamedTuple((array("float32", 4), f3, f3), b.Gradients),
+        x, containers.NamedUniTuple(FLOAT, 3, b.Factors), containers.NamedTuple(options, b.Options),
+        containers.NamedUniTuple(INT, 5, b.Sizes), array("int64", 1),
+        containers.NamedTuple((f2, f2, f2, f3, f3, f3, f3), b.Scratch),
+        containers.NamedTuple((f3, f2, f3, f2, array("float32", 4)), b.Prepared),
+        containers.NamedUniTuple(f3, 3, b.Gradients),
     )  # fmt: skip
 
 

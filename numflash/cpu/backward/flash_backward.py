@@ -16,6 +16,9 @@ dQ is the worker's own (one copy for each split, added up in order at the end), 
 every thread count: the number of splits follows from the shape alone. FlashAttention 2 adds dQ
 atomically, and in its deterministic mode keeps copies as well.
 
+A worker that owns a whole head copies and packs its Q and dO itself, and its dQ stays in the
+worker's caches until it is done. With splits all heads are prepared first.
+
 All numbers are finite here: rows that float32 cannot hold take no part (`launch_backward` has
 `backward_rows` do them), and keys that are not finite are masked: a row that attends to them is
 such a row, or gives them weight 0.
@@ -30,27 +33,28 @@ import numba
 import numpy as np
 
 from ...jit.compiler import inline, kernel
-from ...jit.memory import empty
 from ...jit.parallel import over_tasks
+from ...jit.scratch import scratch
 from ...numerics.fixedpoint import LOG2E
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS, MR
-from ..floats.float_packing import pack_keys
 from ..floats.float_tiles import score_tile, value_tile
 from ..isa.isas import padded
 from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import next_task
 from .edge_rows import Dense, make_edge_rows
+from .head_rows import add_parts, copy_rows, make_head_rows, store_rows
 from .operands import (
     KEYS,
     QUERIES,
+    Factors,
     Gradients,
     Operands,
+    Prepared,
     Scratch,
     Sizes,
     options_of,
-    rows_in_vectors,
 )
 from .row_gradients import row_gradients
 
@@ -70,13 +74,9 @@ class Head(NamedTuple):
     q_packed: np.ndarray
     do: np.ndarray
     do_packed: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
     lse: np.ndarray
     delta: np.ndarray
     dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
 
 
 class Tile(NamedTuple):
@@ -89,11 +89,18 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tiles of one worker: P^T, dS^T, dS, flat; until dS is there, slopes are in `transposed`."""
+    """The tiles of one worker: P^T, dS^T, dS, flat; until dS is there, slopes are in `transposed`.
+
+    K, V, dK and dV of its block of keys.
+    """
 
     p: np.ndarray
     ds: np.ndarray
     transposed: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
 
 
 class Left(NamedTuple):
@@ -119,6 +126,7 @@ def make_backward(name: str):
     square = transpose(side)
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     visible, keys_seen, call_functions, change = make_edge_rows(name)
+    prepare = make_head_rows(name).prepare
 
     @inline
     def add_product(left, b, at, steps, out, to):
@@ -140,13 +148,13 @@ def make_backward(name: str):
             t += n
 
     @inline
-    def products(x, key, packed, factor, tile, out):
-        """out = x.packed^T * factor: rows of keys against the tile's queries."""
+    def products(x, packed, factor, tile, out):
+        """out = x.packed^T * factor: rows of a block of keys against the tile's queries."""
         width = x.shape[1]
         for at in range(0, tile.columns, panel):
             source = (tile.query + at) * width
             for r in range(tile.near, tile.far, MR):
-                row, target = (key + r) * width, r * QUERIES + at
+                row, target = r * width, r * QUERIES + at
                 score(x, row, width, packed, source, width, factor, out, target, QUERIES)
 
     @inline
@@ -209,38 +217,54 @@ def make_backward(name: str):
                 gradients(p, ds, at, count, head.lse, head.delta, i, slope)
 
     @inlined
-    def add_gradients(head, key, tile, work):
+    def add_gradients(head, tile, work):
         """What the weights and score gradients of a tile add to dV, dK and dQ."""
         i, near, rows, columns = tile.query, tile.near, tile.far - tile.near, tile.columns
         first = near * QUERIES
-        add_product(Left(work.p, first, QUERIES, rows), head.do, i, columns, head.dv, key + near)
-        add_product(Left(work.ds, first, QUERIES, rows), head.q, i, columns, head.dk, key + near)
+        add_product(Left(work.p, first, QUERIES, rows), head.do, i, columns, work.dv, near)
+        add_product(Left(work.ds, first, QUERIES, rows), head.q, i, columns, work.dk, near)
         transposed = work.transposed
         for r in range(near // side * side, tile.far, side):
             for at in range(0, columns, side):
                 square(work.ds, r * QUERIES + at, QUERIES, transposed, at * KEYS + r, KEYS)
         for x in range(columns * KEYS, (columns + MR) * KEYS):
             transposed[x] = F(0)  # the last tile of rows may exceed the length
-        add_product(Left(transposed, near, KEYS, columns), head.k, key + near, rows, head.dq, i)
+        add_product(Left(transposed, near, KEYS, columns), work.k, near, rows, head.dq, i)
 
     @inlined
-    def head_of(x, sizes, out, n, split):
-        """The operands of head n and of one share of its keys."""
+    def head_of(x, sizes, room, n, slot, split):
+        """The operands of head n, prepared in `slot`, and dQ of one share of its keys."""
         b, h = n // sizes.heads, n % sizes.heads
         n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
         return Head(
-            b, h, n_kv, x.q[n], x.q_packed[n], x.do[n], x.do_packed[n], x.k[n_kv], x.v[n_kv],
-            x.lse[n], x.delta[n], out.dq[split, n], out.dk[n], out.dv[n],
+            b, h, n_kv, room.q[slot], room.q_packed[slot], room.do[slot], room.do_packed[slot],
+            x.lse[n], x.delta[n], room.dq[slot, split],
         )  # fmt: skip
 
+    @inlined
+    def take_block(x, hidden, n_kv, key, keys, work):
+        """K and V of a block of keys; its gradients are 0 so far."""
+        copy_rows(x.k, hidden, n_kv, key, keys, work.k, 0)
+        copy_rows(x.v, hidden, n_kv, key, keys, work.v, 0)
+        work.dk[:keys] = F(0)
+        work.dv[:keys] = F(0)
+
+    @inlined
+    def prepare_head(x, n, slot, room):
+        """Q and dO of head n, by the worker that `slot` belongs to."""
+        for chunk in range((room.q.shape[1] + QUERIES - 1) // QUERIES):
+            prepare(x.q, x.skip, n, chunk, room.q[slot], room.q_packed[slot])
+            prepare(x.do, x.skip, n, chunk, room.do[slot], room.do_packed[slot])
+
     @inline(twice=True)
-    def work_of(worker, x, factor, options, sizes, counter, scratch, out):
+    def work_of(worker, x, factors, options, sizes, counter, scratch, room, out):
         """One worker: shares, as long as there are any."""
         s, splits = sizes.keys, sizes.splits
-        n_heads, length, _ = x.q.shape
-        key_rows = x.k.shape[1]
-        blocks = (key_rows + KEYS - 1) // KEYS
-        work = Work(scratch.p[worker], scratch.ds[worker], scratch.transposed[worker])
+        n_heads, length = x.q.shape[0], room.q.shape[1]  # whole panels
+        work = Work(
+            scratch.p[worker], scratch.ds[worker], scratch.transposed[worker],
+            scratch.k[worker], scratch.v[worker], scratch.dk[worker], scratch.dv[worker],
+        )  # fmt: skip
         dense = Dense(
             options.mask.reshape(options.mask.size),
             options.bias.reshape(options.bias.size),
@@ -256,29 +280,37 @@ def make_backward(name: str):
             if task >= n_heads * splits:
                 break
             n, split = task // splits, task % splits
-            head = head_of(x, sizes, out, n, split)
-            for block in range(split, blocks, splits):  # interleaved: causal shares are equal
-                key = block * KEYS
-                keys = min(KEYS, key_rows - key)
-                head.dk[key : key + keys] = F(0)
-                head.dv[key : key + keys] = F(0)
+            slot = worker if splits == 1 else n
+            if splits == 1:
+                prepare_head(x, n, slot, room)
+            head = head_of(x, sizes, room, n, slot, split)
+            head.dq[:] = F(0)
+            for key in range(split * KEYS, s, splits * KEYS):  # interleaved: causal shares are equal
+                keys = min(KEYS, (s - key + MR - 1) // MR * MR)
+                take_block(x, options.hidden, head.n_kv, key, keys, work)
                 first, stop = query_span(options, head.b, key, keys, length, s)
                 for query in range(first // QUERIES * QUERIES, stop, QUERIES):
                     tile, called = tile_at(options, dense, head, key, keys, query, length, s)
                     if tile.near >= tile.far:
                         continue
-                    products(head.k, key, head.q_packed, factor, tile, work.p)
-                    products(head.v, key, head.do_packed, F(1), tile, work.ds)
+                    products(work.k, head.q_packed, factors.scores, tile, work.p)
+                    products(work.v, head.do_packed, F(1), tile, work.ds)
                     weigh(options, dense, head, key, tile, s, built_in, called, work)
-                    add_gradients(head, key, tile, work)
+                    add_gradients(head, tile, work)
+                store_rows(work.dk, min(keys, s - key), factors.dk, out.dk[n], key)
+                store_rows(work.dv, min(keys, s - key), F(1), out.dv[n], key)
+            if splits == 1:
+                store_rows(head.dq, x.q.shape[1], factors.dq, out.dq[n], 0)
 
     @kernel
-    def run(x, factor, options, sizes, counter, scratch, out):
+    def run(x, factors, options, sizes, counter, scratch, room, out):
         """All shares of all heads.
 
-        x Operands; factor float32 scale * log2(e); counter (1,) int64 zero; out Gradients.
+        x Operands; factors Factors; counter (1,) int64 zero; room Prepared, which with splits has
+        all heads; out Gradients.
         """
-        over_tasks(work_of, sizes.workers, (x, factor, options, sizes, counter, scratch, out))
+        given = (x, factors, options, sizes, counter, scratch, room, out)
+        over_tasks(work_of, sizes.workers, given)
 
     return run
 
@@ -299,61 +331,74 @@ def run(
     S) bool: rows and keys that may hold anything; gradients as q, k and v, written.
     """
     _, nh, nkv, length, s, d, dv = problem.shape
-    n = operands[0].shape[0]
-    x = _operands(isa, operands, lse, delta, hidden)
-    workers = numba.get_num_threads()
-    scratch = Scratch(
-        empty((workers, KEYS * QUERIES), F, "backward weights"),
-        empty((workers, KEYS * QUERIES), F, "backward gradients of scores"),
-        empty((workers, (QUERIES + MR) * KEYS), F, "backward gradients transposed"),
-    )
-    high = x.k.shape[1]
-    splits = max(1, min(-(-TASKS // n), -(-high // KEYS)))
-    found = Gradients(
-        np.zeros((splits, n, x.q.shape[1] + MR, x.q.shape[2]), F),
-        empty((n, high, x.k.shape[2]), F),
-        empty((n, high, x.v.shape[2]), F),
-    )
-    factor, scale = (F(np.clip(x, -FINITE, FINITE)) for x in (problem.scale * LOG2E, problem.scale))
-    sizes = Sizes(nh, nkv, s, splits, workers)
-    options = options_of(problem, hidden[1])
-    make_backward(isa)(x, factor, options, sizes, np.zeros(1, np.int64), scratch, found)
-    whole = found.dq[0]
-    for part in found.dq[1:]:
-        whole += part
-    np.multiply(whole[:, :length, :d], scale, out=gradients[0])
-    np.multiply(_sum_group(found.dk[:, :s, :d], nh // nkv), scale, out=gradients[1])
-    np.multiply(_sum_group(found.dv[:, :s, :dv], nh // nkv), F(1), out=gradients[2])
-
-
-def _operands(
-    isa: str,
-    operands: tuple[np.ndarray, ...],
-    lse: np.ndarray,
-    delta: np.ndarray,
-    hidden: tuple[np.ndarray, np.ndarray],
-) -> Operands:
-    """The arguments of `run` in the layout of the kernel."""
     q, k, v, do = operands
-    n, length, _ = q.shape
-    lanes = FLOAT_ISAS[isa].lanes
-    wide = padded(length, FLOAT_ISAS[isa].panel)
-    high = padded(k.shape[1], MR)
-    q_rows, do_rows = (rows_in_vectors(x, wide, lanes, hidden[0]) for x in (q, do))
-    k_rows, v_rows = (rows_in_vectors(x, high, lanes, hidden[1]) for x in (k, v))
-    stops = np.full(1, wide, np.int64)
-    q_packed, do_packed = (pack_keys(isa, x[None], stops)[0] for x in (q_rows, do_rows))
-    row_lse = np.full((n, wide), F(np.inf))
-    row_delta = np.zeros((n, wide), F)
+    n, group = q.shape[0], nh // nkv
+    workers = numba.get_num_threads()
+    splits = max(1, min(-(-TASKS // n), -(-s // KEYS)))
+    factor, scale = (F(np.clip(x, -FINITE, FINITE)) for x in (problem.scale * LOG2E, problem.scale))
+    with scratch.arrays(_shapes(problem, isa, n, splits, workers), F) as arrays:
+        tiles, room = Scratch._make(arrays[:7]), Prepared._make(arrays[7:12])
+        dq, dk, dv_ = gradients
+        copies = arrays[12:]
+        out = Gradients(dq, *copies) if copies else Gradients(dq, dk, dv_)
+        skip = hidden[0] if hidden[0].any() else hidden[0][:, :0]
+        x = Operands(q, k, v, do, skip, *_row_numbers(isa, lse, delta, hidden[0]))
+        if splits > 1:
+            prepare_all = make_head_rows(isa).prepare_all
+            prepare_all(q, skip, room.q, room.q_packed)
+            prepare_all(do, skip, room.do, room.do_packed)
+        make_backward(isa)(
+            x,
+            Factors(factor, scale, F(1) if copies else scale),
+            options_of(problem, hidden[1]),
+            Sizes(nh, nkv, s, splits, workers),
+            np.zeros(1, np.int64),
+            tiles,
+            room,
+            out,
+        )
+        if splits > 1:
+            add_parts(room.dq, scale, dq)
+        if copies:
+            for part, by, whole in zip(copies, (scale, F(1)), (dk, dv_), strict=True):
+                add_parts(part.reshape(-1, group, *part.shape[1:]), by, whole)
+
+
+def _shapes(
+    problem: Problem, isa: str, n: int, splits: int, workers: int
+) -> dict[str, tuple[int, ...]]:
+    """Scratch arrays: those of `Scratch`, of `Prepared`, and copies of dK and dV if heads share them."""
+    _, nh, nkv, length, s, d, dv = problem.shape
+    tiles = FLOAT_ISAS[isa]
+    high, wide, columns = padded(length, tiles.panel), padded(d, tiles.lanes), padded(dv, tiles.lanes)
+    slots = workers if splits == 1 else n
+    shapes = {
+        "backward weights": (workers, KEYS * QUERIES),
+        "backward gradients of scores": (workers, KEYS * QUERIES),
+        "backward gradients transposed": (workers, (QUERIES + MR) * KEYS),
+        "backward keys": (workers, KEYS, wide),
+        "backward values": (workers, KEYS, columns),
+        "backward gradients of keys": (workers, KEYS, wide),
+        "backward gradients of values": (workers, KEYS, columns),
+        "backward queries": (slots, high, wide),
+        "backward queries packed": (slots, high * wide),
+        "backward output gradients": (slots, high, columns),
+        "backward output gradients packed": (slots, high * columns),
+        "backward gradients of queries": (slots, splits, high + MR, wide),
+    }
+    if nh > nkv:
+        shapes["backward copies of key gradients"] = (n, s, d)
+        shapes["backward copies of value gradients"] = (n, s, dv)
+    return shapes
+
+
+def _row_numbers(
+    isa: str, lse: np.ndarray, delta: np.ndarray, skip: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """LSE and delta (N, L) padded to whole panels: rows beyond take no part."""
+    n, length = lse.shape
+    shape = n, padded(length, FLOAT_ISAS[isa].panel)
+    row_lse, row_delta = np.full(shape, F(np.inf)), np.zeros(shape, F)
     row_lse[:, :length] = lse
-    row_delta[:, :length] = np.where(hidden[0], 0, delta)
-    return Operands(q_rows, q_packed, do_rows, do_packed, k_rows, v_rows, row_lse, row_delta)
-
-
-def _sum_group(x: np.ndarray, group: int) -> np.ndarray:
-    """x (N, S, D) of every query head added up for each KV head, in the order of the heads."""
-    heads = x.reshape(-1, group, *x.shape[1:])
-    whole: np.ndarray = heads[:, 0] if group == 1 else heads[:, 0] + heads[:, 1]
-    for part in range(2, group):
-        whole += heads[:, part]
-    return whole
+    row_delta[:, :length] = np.where(skip, 0, delta)
+    return row_lse, row_delta

@@ -7,13 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import empty, uncleared
+from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LOG2E
 from ...tiling import Buffer
 from ...validation import Problem
-from ..floats.float_packing import on_lines
-from ..isa.isas import padded
 from ..launch_float import NO_LIMIT, slope_functions
 from ..semantics import ScoreTiles
 
@@ -33,30 +31,53 @@ BUFFERS = (
 
 
 class Operands(NamedTuple):
-    """float32 arrays of N query heads and Nkv KV heads; rows and columns are padded with zeros.
+    """float32 arrays of N query heads and Nkv KV heads.
 
-    q (N, padded L, columns), do (N, padded L, value columns), k, v (Nkv, padded S, ...) : rows of
-        whole vectors
-    q_packed, do_packed : (N, ...) q and do in panels
+    q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) : contiguous
+    skip : (N, L) bool, rows of q and do that may hold anything; empty if none
     lse : (N, padded L) in units of log2, +inf for a row that takes no part
     delta : (N, padded L) rowsum(dO * O)
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    do: np.ndarray
+    skip: np.ndarray
+    lse: np.ndarray
+    delta: np.ndarray
+
+
+class Prepared(NamedTuple):
+    """Query heads in the layout of the products, float32, padded with zeros; dQ.
+
+    One for each worker, which prepares one head after the other, or one for each head where several
+    workers share its keys.
+
+    q, do : (heads, padded L, columns), rows of whole vectors
+    q_packed, do_packed : (heads, padded L * columns), in panels
+    dq : (heads, splits, padded L + MR, columns), without the scale
     """
 
     q: np.ndarray
     q_packed: np.ndarray
     do: np.ndarray
     do_packed: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    lse: np.ndarray
-    delta: np.ndarray
+    dq: np.ndarray
+
+
+class Factors(NamedTuple):
+    """float32: of the scores, in units of log2; of dQ and dK where the kernel stores them."""
+
+    scores: float
+    dq: float
+    dk: float
 
 
 class Gradients(NamedTuple):
-    """float32, without the factor of the scores.
+    """float32: dq (N, L, D), which the kernel writes where a head is one share.
 
-    dq : (splits, N, padded L + MR, columns), starts as zeros
-    dk, dv : (N, padded S, ...), one copy for each query head
+    dk, dv (Nkv, S, ...), or a copy for each query head of a group: (N, S, ...), without the scale.
     """
 
     dq: np.ndarray
@@ -75,14 +96,19 @@ class Sizes(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Tiles of W workers, on cache lines.
+    """Tiles of W workers, on cache lines, float32.
 
-    P, ds (W, KEYS * QUERIES), transposed (W, (QUERIES + MR) * KEYS).
+    P, ds (W, KEYS * QUERIES), transposed (W, (QUERIES + MR) * KEYS); k, v, dk, dv (W, KEYS, columns)
+    of one block of keys.
     """
 
     p: np.ndarray
     ds: np.ndarray
     transposed: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
 
 
 class Options(NamedTuple):
@@ -111,23 +137,6 @@ class Options(NamedTuple):
     slopes: np.ndarray
     functions: ScoreTiles
     sizes: tuple[int, int]
-
-
-def rows_in_vectors(
-    x: np.ndarray, rows: int, unit: int, skip: np.ndarray | None = None
-) -> np.ndarray:
-    """x (N, L, D) as (N, rows, whole vectors) on cache lines, zeros where nothing is and in the
-    rows `skip` (N, L).
-    """
-    n, length, d = x.shape
-    clean = skip is None or not skip.any()
-    if clean and (length, d) == (rows, padded(d, unit)):
-        return on_lines(x)
-    out = empty((n, rows, padded(d, unit)), F)
-    out[:, length:], out[:, :, d:], out[:, :length, :d] = 0, 0, x
-    if not clean:
-        out[:, :length][skip] = 0
-    return out
 
 
 @bare
