@@ -41,6 +41,15 @@ class Rounded(NamedTuple):
 
 
 @bare
+def largest_bits(x):
+    """Bits of the largest magnitude of floats: ordered like the floats, NaN above all."""
+    bits, top = x.view(np.int32), I(0)
+    for j in range(bits.size):
+        top = max(top, I(bits[j] & MAGNITUDE))
+    return top
+
+
+@bare
 def _chunk_statistics(task, x, lengths, sums, peaks):
     chunks = sums.shape[1]
     n, c = task // chunks, task % chunks

@@ -262,16 +262,38 @@ MUTANTS = [
         OVERFLOW,
     ),
     # ---- gradients
-    Mutant(
-        "cpu/launch_backward.py", "(np.abs(lse) < LARGEST_LSE)", "(np.abs(lse) <= np.inf)", BACKWARD
-    ),
+    Mutant("cpu/backward/held.py", "abs(lse) < LARGEST_LSE", "abs(lse) <= np.inf", BACKWARD),
     Mutant(
         "cpu/launch_backward.py", "scale = max(1.0, abs(problem.scale))", "scale = 0.0", BACKWARD
     ),
     Mutant(
+        "cpu/backward/head_rows.py",
+        "for p in range(1, parts.shape[1]):",
+        "for p in range(2, parts.shape[1]):",
+        BACKWARD,
+    ),
+    Mutant(
+        "cpu/backward/head_rows.py",
+        "if i < length and not is_skipped(skip, n, i):",
+        "if i < length:",
+        BACKWARD,
+    ),
+    Mutant(
+        "cpu/backward/held.py",
+        "found.hidden[n, j] = j >= length or of_key >= INFINITE or of_value >= INFINITE",
+        "found.hidden[n, j] = j >= length or of_key >= INFINITE",
+        BACKWARD,
+    ),
+    Mutant(
         "cpu/backward/flash_backward.py",
-        "    for part in found.dq[1:]:",
-        "    for part in found.dq[2:]:",
+        "                take_block(x, options.hidden, head.n_kv, key, keys, work)",
+        "                take_block(x, options.hidden[:0], head.n_kv, key, keys, work)",
+        BACKWARD,
+    ),
+    Mutant(
+        "cpu/backward/flash_backward.py",
+        "            head.dq[:] = F(0)\n",
+        "",
         BACKWARD,
     ),
     # ---- quantisation and scales

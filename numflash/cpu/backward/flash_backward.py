@@ -45,6 +45,7 @@ from ..isa.transpose import transpose
 from ..isa.vectors import next_task
 from .edge_rows import Dense, make_edge_rows
 from .head_rows import add_parts, copy_rows, make_head_rows, store_rows
+from .held import Found
 from .operands import (
     KEYS,
     QUERIES,
@@ -285,7 +286,9 @@ def make_backward(name: str):
                 prepare_head(x, n, slot, room)
             head = head_of(x, sizes, room, n, slot, split)
             head.dq[:] = F(0)
-            for key in range(split * KEYS, s, splits * KEYS):  # interleaved: causal shares are equal
+            for key in range(
+                split * KEYS, s, splits * KEYS
+            ):  # interleaved: causal shares are equal
                 keys = min(KEYS, (s - key + MR - 1) // MR * MR)
                 take_block(x, options.hidden, head.n_kv, key, keys, work)
                 first, stop = query_span(options, head.b, key, keys, length, s)
@@ -319,18 +322,15 @@ def run(
     problem: Problem,
     isa: str,
     operands: tuple[np.ndarray, ...],
-    lse: np.ndarray,
-    delta: np.ndarray,
-    hidden: tuple[np.ndarray, np.ndarray],
+    found: Found,
     gradients: tuple[np.ndarray, ...],
 ) -> None:
-    """dQ, dK and dV of all rows that have an LSE, by the kernel of `isa`.
+    """dQ, dK and dV of all rows that float32 holds, by the kernel of `isa`.
 
-    operands q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32, contiguous; lse (N,
-    L) float32 in units of log2, +inf for a row to leave out; delta (N, L); hidden (N, L) and (Nkv,
-    S) bool: rows and keys that may hold anything; gradients as q, k and v, written.
+    operands q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32, contiguous; found as
+    `held.examine` finds it; gradients as q, k and v, written.
     """
-    _, nh, nkv, length, s, d, dv = problem.shape
+    _, nh, nkv, _, s, _, _ = problem.shape
     q, k, v, do = operands
     n, group = q.shape[0], nh // nkv
     workers = numba.get_num_threads()
@@ -341,8 +341,8 @@ def run(
         dq, dk, dv_ = gradients
         copies = arrays[12:]
         out = Gradients(dq, *copies) if copies else Gradients(dq, dk, dv_)
-        skip = hidden[0] if hidden[0].any() else hidden[0][:, :0]
-        x = Operands(q, k, v, do, skip, *_row_numbers(isa, lse, delta, hidden[0]))
+        skip = found.held[:, :0] if found.held.all() else ~found.held
+        x = Operands(q, k, v, do, skip, found.lse, found.delta)
         if splits > 1:
             prepare_all = make_head_rows(isa).prepare_all
             prepare_all(q, skip, room.q, room.q_packed)
@@ -350,7 +350,7 @@ def run(
         make_backward(isa)(
             x,
             Factors(factor, scale, F(1) if copies else scale),
-            options_of(problem, hidden[1]),
+            options_of(problem, found.hidden),
             Sizes(nh, nkv, s, splits, workers),
             np.zeros(1, np.int64),
             tiles,
@@ -370,7 +370,11 @@ def _shapes(
     """Scratch arrays: those of `Scratch`, of `Prepared`, and copies of dK and dV if heads share them."""
     _, nh, nkv, length, s, d, dv = problem.shape
     tiles = FLOAT_ISAS[isa]
-    high, wide, columns = padded(length, tiles.panel), padded(d, tiles.lanes), padded(dv, tiles.lanes)
+    high, wide, columns = (
+        padded(length, tiles.panel),
+        padded(d, tiles.lanes),
+        padded(dv, tiles.lanes),
+    )
     slots = workers if splits == 1 else n
     shapes = {
         "backward weights": (workers, KEYS * QUERIES),
@@ -390,15 +394,3 @@ def _shapes(
         shapes["backward copies of key gradients"] = (n, s, d)
         shapes["backward copies of value gradients"] = (n, s, dv)
     return shapes
-
-
-def _row_numbers(
-    isa: str, lse: np.ndarray, delta: np.ndarray, skip: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """LSE and delta (N, L) padded to whole panels: rows beyond take no part."""
-    n, length = lse.shape
-    shape = n, padded(length, FLOAT_ISAS[isa].panel)
-    row_lse, row_delta = np.full(shape, F(np.inf)), np.zeros(shape, F)
-    row_lse[:, :length] = lse
-    row_delta[:, :length] = np.where(skip, 0, delta)
-    return row_lse, row_delta

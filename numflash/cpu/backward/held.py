@@ -9,27 +9,45 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LOG2E
+from ...numerics.quantize_kernels import INFINITE, largest_bits
 from ...validation import LARGEST_LSE
 
 F = np.float32
+I = np.int32
 # scores, and what one row adds to a gradient, stay below in float32
 LARGEST_SCORE = 2.0**120
 LARGEST_GRADIENT = 2.0**100
-INFINITY = np.uint32(0x7F800000)
 CHUNK = 64  # rows that one task looks at
 
 
-class Rows(NamedTuple):
-    """What `examine` finds out about N query heads and Nkv KV heads.
+class Given(NamedTuple):
+    """Contiguous float32 arrays of N query heads and Nkv KV heads, and a problem's numbers.
+
+    q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv), out (N, L, Dv), lse (N, L)
+    key_lengths : (B,) int64
+    scale : float64, at least 1
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    do: np.ndarray
+    out: np.ndarray
+    lse: np.ndarray
+    key_lengths: np.ndarray
+    scale: float
+
+
+class Found(NamedTuple):
+    """What `examine` finds out.
 
     held : (N, L) bool, rows that are finite and whose scores and gradients stay far from the
         largest float
     hidden : (Nkv, S) bool, keys beyond their sequence's length or that are not finite
-    lse : (N, padded L) float32 in units of log2, +inf for rows that are not held
+    lse : (N, padded L) float32 in units of log2, +inf for rows that are not held or not there
     delta : (N, padded L) float32 rowsum(dO * O), 0 for those
     exact_delta : (N, L) float64, of all rows
-    largest : (Nkv, chunks of S, 2) float32, the largest magnitudes of keys and values that are not
-        hidden
+    largest : (Nkv, chunks of S, 2) int32, bits of the largest finite magnitudes of keys and values
     """
 
     held: np.ndarray
@@ -40,52 +58,30 @@ class Rows(NamedTuple):
     largest: np.ndarray
 
 
-def empty_rows(n: int, length: int, padded: int, n_kv: int, s: int) -> Rows:
-    """Room for N x L rows, padded to `padded`, and Nkv x S keys."""
-    return Rows(
-        np.empty((n, length), np.bool_),
-        np.empty((n_kv, s), np.bool_),
-        np.empty((n, padded), F),
-        np.empty((n, padded), F),
-        np.empty((n, length), np.float64),
-        np.empty((n_kv, -(-s // CHUNK), 2), F),
-    )
-
-
 @bare
-def _largest_bits(words):
-    """The largest magnitude of a row of float32, as bits: above INFINITY for NaN."""
-    top = np.uint32(0)
-    for e in range(words.size):
-        top = max(top, np.uint32(words[e] & np.uint32(0x7FFFFFFF)))
-    return top
-
-
-@bare
-def _examine_keys(task, k, v, key_lengths, rows):
-    """A chunk of keys and values; k, v (Nkv, S, ...) are bits."""
-    n_kv, s, _ = k.shape
-    chunks = rows.largest.shape[1]
+def _examine_keys(task, given, found):
+    """A chunk of keys and values."""
+    n_kv, s, _ = given.k.shape
+    chunks = found.largest.shape[1]
     n, chunk = task // chunks, task % chunks
-    length = key_lengths[n * key_lengths.size // n_kv]
-    most_k, most_v = np.uint32(0), np.uint32(0)
+    length = given.key_lengths[n * given.key_lengths.size // n_kv]
+    most_k, most_v = I(0), I(0)
     for j in range(chunk * CHUNK, min(s, (chunk + 1) * CHUNK)):
-        of_key, of_value = _largest_bits(k[n, j]), _largest_bits(v[n, j])
-        hidden = j >= length or of_key >= INFINITY or of_value >= INFINITY
-        rows.hidden[n, j] = hidden
-        if j < length and of_key < INFINITY:
-            most_k = max(most_k, of_key)
-        if j < length and of_value < INFINITY:
-            most_v = max(most_v, of_value)
-    rows.largest.view(np.uint32)[n, chunk, 0] = most_k
-    rows.largest.view(np.uint32)[n, chunk, 1] = most_v
+        of_key, of_value = largest_bits(given.k[n, j]), largest_bits(given.v[n, j])
+        found.hidden[n, j] = j >= length or of_key >= INFINITE or of_value >= INFINITE
+        if j < length:
+            most_k = max(most_k, of_key if of_key < INFINITE else I(0))
+            most_v = max(most_v, of_value if of_value < INFINITE else I(0))
+    found.largest[n, chunk, 0], found.largest[n, chunk, 1] = most_k, most_v
 
 
 @bare
 def _is_held(q, do, k, v, delta, lse, widths, scale):
-    """Whether float32 holds a row, given the largest magnitudes of its operands.
+    """Whether float32 holds the scores and gradients of a row.
 
-    False where any of them is NaN. In float64, where no product of these leaves the range.
+    q, do, k, v, delta, lse float64: the largest magnitudes of the row and of its keys and values,
+    infinity for a row that is not finite. Products of these stay in float64's range; NaN, which
+    infinity * 0 is, makes a comparison false.
     """
     of_weights, of_delta = do * v * widths[1] * scale, abs(delta) * scale
     return (
@@ -105,3 +101,57 @@ def _dot(a, b):
     for e in range(a.size):
         total += np.float64(a[e]) * np.float64(b[e])
     return total
+
+
+@bare
+def _magnitude(bits):
+    """The magnitude with these bits as float64; infinity for NaN."""
+    return np.float64(I(min(bits, INFINITE)).view(F))
+
+
+@bare
+def _examine_rows(task, given, found):
+    """A chunk of rows, once all keys are examined."""
+    length, chunks = given.q.shape[1], (found.lse.shape[1] + CHUNK - 1) // CHUNK
+    n, chunk = task // chunks, task % chunks
+    n_kv = n * given.k.shape[0] // given.q.shape[0]
+    most_k, most_v = I(0), I(0)
+    for c in range(found.largest.shape[1]):
+        most_k = max(most_k, found.largest[n_kv, c, 0])
+        most_v = max(most_v, found.largest[n_kv, c, 1])
+    k, v = _magnitude(most_k), _magnitude(most_v)
+    widths = np.float64(given.q.shape[2]), np.float64(given.do.shape[2])
+    for i in range(chunk * CHUNK, min(found.lse.shape[1], (chunk + 1) * CHUNK)):
+        held, lse, delta = False, np.float64(0), np.float64(0)
+        if i < length:
+            q, do = (
+                _magnitude(largest_bits(given.q[n, i])),
+                _magnitude(largest_bits(given.do[n, i])),
+            )
+            lse, delta = np.float64(given.lse[n, i]), _dot(given.do[n, i], given.out[n, i])
+            held = _is_held(q, do, k, v, delta, lse, widths, given.scale)
+            found.held[n, i], found.exact_delta[n, i] = held, delta
+        found.lse[n, i] = F(lse * LOG2E) if held else F(np.inf)
+        found.delta[n, i] = F(delta) if held else F(0)
+
+
+@kernel
+def _examine(given, found):
+    over_tasks(_examine_keys, found.largest.shape[0] * found.largest.shape[1], (given, found))
+    chunks = (found.lse.shape[1] + CHUNK - 1) // CHUNK
+    over_tasks(_examine_rows, found.lse.shape[0] * chunks, (given, found))
+
+
+def examine(given: Given, padded: int) -> Found:
+    """What float32 holds of a problem; `padded` is L in whole panels."""
+    (n, length), (n_kv, s) = given.q.shape[:2], given.k.shape[:2]
+    found = Found(
+        np.empty((n, length), np.bool_),
+        np.empty((n_kv, s), np.bool_),
+        np.empty((n, padded), F),
+        np.empty((n, padded), F),
+        np.empty((n, length), np.float64),
+        np.empty((n_kv, -(-s // CHUNK), 2), I),
+    )
+    _examine(given, found)
+    return found

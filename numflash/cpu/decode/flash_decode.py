@@ -31,7 +31,7 @@ import numpy as np
 from ...jit.compiler import bare, inline, separate
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
-from ...numerics.quantize_kernels import INFINITE
+from ...numerics.quantize_kernels import INFINITE, largest_bits
 from ...numerics.rotation import rotate_row
 from ..isa.amx_tiles import ROWS as MATRIX_ROWS
 from ..isa.amx_tiles import tile_state
@@ -40,7 +40,6 @@ from .task_data import (
     AGAIN,
     Results,
     Sizes,
-    largest_bits,
     rows_together,
 )
 from .tasks import make_attend, make_attend_together

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...interop.halves import bfloat16_of
 from ...jit.compiler import bare
-from ...numerics.quantize_kernels import INFINITE
+from ...numerics.quantize_kernels import INFINITE, largest_bits
 from ...tiling import KEY_BLOCK
 from ..floats.float_rows import row_exp, row_leaves, row_max, row_scale, row_weights
 from ..isa.score_calls import HUGE
@@ -18,7 +18,7 @@ from .changes import attends_to_bad, change_floats, hide_masked, row_options
 from .functions import LN2, LOG2E, after_functions, call_functions, no_nan, suffice
 from .products import make_block
 from .slots import coverage, hide, sees_bad
-from .task_data import AGAIN, NOTHING, largest_bits, places_of
+from .task_data import AGAIN, NOTHING, places_of
 from .tiles import Tile
 
 F = np.float32

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
-from ...numerics.quantize_kernels import MAGNITUDE
 from ...tiling import KEY_BLOCK
 from . import matrix_floats
 from .changes import Rows
@@ -163,12 +161,3 @@ def rows_together(tile: Tile, rows: int) -> int:
 def sums_rows(tile: Tile, rows: int) -> int:
     """Rows of a worker's sums; behind those of its tiles, V of a block where it is made from K."""
     return rows_together(tile, rows) + KEY_BLOCK * tile.size // 4 if tile.shared else 64
-
-
-@bare
-def largest_bits(x):
-    """Bits of the largest magnitude of floats: ordered like the floats, NaN above all."""
-    bits, top = x.view(np.int32), I(0)
-    for j in range(bits.size):
-        top = max(top, I(bits[j] & MAGNITUDE))
-    return top
