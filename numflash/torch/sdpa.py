@@ -10,7 +10,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..errors import ArgumentError
 from .checks import SdpaError, autocast, check_gradients, check_tensors
-from .operator import attention_operator, without_operator
+from .operator import attend, without_operator
 
 PYTORCH = torch.nn.functional.scaled_dot_product_attention
 
@@ -89,7 +89,7 @@ def attention(
     check_gradients(
         precision, (query, key, value), attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks
     )
-    out, lse = attention_operator(query, key, value, attn_mask, *options[1:])
+    out, lse = attend(query, key, value, attn_mask, *options[1:])
     return (out, lse) if return_lse else out
 
 
@@ -244,7 +244,7 @@ def _with_operator(
         )
     q, k, v, mask, grouped, shape = _heads_of_batches(query, key, value, mask, enable_gqa)
     options = causal, scale, grouped, None, None, alignment, None, 0.0, None, None
-    out, _ = attention_operator(q, k, v, mask, *options, precision, pv, "auto")
+    out, _ = attend(q, k, v, mask, *options, precision, pv, "auto")
     return out if out.dim() == len(shape) else out.reshape(shape)
 
 

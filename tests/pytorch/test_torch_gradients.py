@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
 from torch.autograd import forward_ad  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_cases import BIAS, KEEP, SDPA, SHAPES, K, Q, V, draw, exact, gradients, qkv  # noqa: E402
 
@@ -197,3 +198,34 @@ def test_training_under_autocast(dtype):
     SDPA(double, K.double(), V.double()).pow(2).sum().backward()
     assert out.dtype == dtype and q.grad.dtype == torch.float32
     torch.testing.assert_close(q.grad.double(), double.grad, atol=0.05, rtol=0)
+
+
+def test_the_operator_is_skipped_only_where_nothing_sees_it():
+    """Equal bits with and without PyTorch's dispatch; a mode sees both operators."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    q, k, v, grad = (torch.randn(1, 2, 40, 16) for _ in range(4))
+
+    def gradients():
+        x, y, z = (x.clone().requires_grad_() for x in (q, k, v))
+        return torch.autograd.grad(nt.attention(x, y, z, is_causal=True), (x, y, z), grad)
+
+    direct = gradients()
+    with Watch():
+        by_operator = gradients()
+    assert all(map(torch.equal, direct, by_operator))
+    assert {"numflash.attention.default", "numflash.attention_backward.default"} <= set(seen)
+
+
+def test_a_gradient_of_a_lazily_negated_result():
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    (plain,) = torch.autograd.grad(nt.attention(q, q, q), q, -torch.ones(1, 2, 8, 16))
+    (lazy,) = torch.autograd.grad(
+        nt.attention(q, q, q), q, torch._neg_view(torch.ones(1, 2, 8, 16))
+    )
+    assert torch.equal(plain, lazy)

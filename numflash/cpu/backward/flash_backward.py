@@ -335,7 +335,9 @@ def run(
     n, group = q.shape[0], nh // nkv
     workers = numba.get_num_threads()
     splits = max(1, min(-(-TASKS // n), -(-s // KEYS)))
-    factor, scale = (F(np.clip(x, -FINITE, FINITE)) for x in (problem.scale * LOG2E, problem.scale))
+    factor, scale = (
+        F(min(max(x, -FINITE), FINITE)) for x in (problem.scale * LOG2E, problem.scale)
+    )
     with scratch.arrays(_shapes(problem, isa, n, splits, workers), F) as arrays:
         tiles, room = Scratch._make(arrays[:7]), Prepared._make(arrays[7:12])
         dq, dk, dv_ = gradients
