@@ -39,7 +39,8 @@ def run(
     grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous
     zeros that are added to, and returned, where they are given.
     """
-    isa = target.require(isa, target.FLOAT_ISAS)
+    bfloat16 = problem.precision == "bfloat16"
+    isa = target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
     nb, nh, nkv, length, s, d, dv = problem.shape
     shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
     dq, dk, dv_ = results or tuple(np.zeros(shape, F) for shape in shapes)

@@ -83,10 +83,15 @@ class Scratch(threading.local):
             self.room = room
 
     @contextlib.contextmanager
-    def arrays(self, shapes: dict[str, tuple[int, ...]], dtype: Any) -> Iterator[list[np.ndarray]]:
-        """Arrays of these names and shapes, on cache lines, until the end of the `with` block."""
-        layout, itemsize = Layout(), np.dtype(dtype).itemsize
-        places = [layout.add(name, math.prod(x) * itemsize) for name, x in shapes.items()]
+    def arrays(self, kinds: dict[str, tuple[Any, tuple[int, ...]]]) -> Iterator[list[np.ndarray]]:
+        """Arrays of these names, dtypes and shapes, on cache lines, until the end of the `with`
+        block.
+        """
+        layout = Layout()
+        places = [
+            layout.add(name, math.prod(shape) * np.dtype(dtype).itemsize)
+            for name, (dtype, shape) in kinds.items()
+        ]
         room = self.take(layout.nbytes)
         try:
             parts = (
@@ -97,7 +102,10 @@ class Scratch(threading.local):
                     for at, size in zip(places, layout.sizes.values(), strict=True)
                 ]
             )
-            yield [x.view(dtype).reshape(y) for x, y in zip(parts, shapes.values(), strict=True)]
+            yield [
+                x.view(dtype).reshape(shape)
+                for x, (dtype, shape) in zip(parts, kinds.values(), strict=True)
+            ]
         finally:
             self.give(room)
 

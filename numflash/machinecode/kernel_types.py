@@ -90,21 +90,30 @@ def attend_rows() -> tuple[Any, ...]:
     return kind, array("int64", 1), rows, array("float32", 2)
 
 
-def backward() -> tuple[Any, ...]:
-    """The gradient: `make_backward` of `cpu.backward.flash_backward`."""
-    b, f3, f2 = backward_operands, array("float32", 3), array("float32", 2)
-    x = containers.NamedTuple((f3, f3, f3, f3, array("bool_", 2), f2, f2), b.Operands)
+def backward(kind: str = "float32") -> tuple[Any, ...]:
+    """The gradient: `make_backward` of `cpu.backward.flash_backward`; `kind` of the operands."""
+    b, f3, f2, integers = (
+        backward_operands,
+        array("float32", 3),
+        array("float32", 2),
+        array("int64", 1),
+    )
+    stored = "float32" if kind == "float32" else "uint16"
+    o3, o2 = array(stored, 3), array(stored, 2)
     options = (
-        INT, INT, array("int64", 1), array("int64", 1), array("bool_", 2), array("uint8", 5), array("float32", 5), FLOAT,
-        f2, score_tiles(), containers.UniTuple(INT, 2),
+        INT, INT, integers, integers, array("bool_", 2), array("uint8", 5), array("float32", 5), FLOAT, f2,
+        score_tiles(), containers.UniTuple(INT, 2),
     )  # fmt: skip
     return (
-        x, containers.NamedUniTuple(FLOAT, 3, b.Factors), containers.NamedTuple(options, b.Options),
-        containers.NamedUniTuple(INT, 5, b.Sizes), array("int64", 1),
-        containers.NamedTuple((f2, f2, f2, f3, f3, f3, f3), b.Scratch),
-        containers.NamedTuple((f3, f2, f3, f2, array("float32", 4)), b.Prepared),
+        containers.NamedTuple((f3, f3, f3, f3, array("bool_", 2), f2, f2), b.Operands),
+        containers.NamedUniTuple(FLOAT, 3, b.Factors),
+        containers.NamedTuple(options, b.Options),
+        containers.NamedUniTuple(INT, 5, b.Sizes),
+        integers,
+        containers.NamedTuple((f2, f2, f2, o2, o2, o2, o3, o3, o3, f2, f3, f3), b.Scratch),
+        containers.NamedTuple((o3, o2, o3, o2, array("float32", 4)), b.Prepared),
         containers.NamedUniTuple(f3, 3, b.Gradients),
-    )  # fmt: skip
+    )
 
 
 def decode(dtype: str) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from ...jit.compiler import inline
 from ...numerics.fixedpoint import LN2, LOG2E
 from ..floats import float_rows
-from ..floats.float_isas import FLOAT_ISAS, MR
+from ..floats.float_isas import FLOAT_ISAS
 from ..isa.operands import Packed, Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_slopes
 from .operands import HIDDEN, QUERIES
@@ -48,7 +48,7 @@ class EdgeRows(NamedTuple):
 @functools.cache
 def make_edge_rows(name: str) -> EdgeRows:
     """The functions of one instruction set."""
-    lanes = FLOAT_ISAS[name].lanes
+    lanes, mr = FLOAT_ISAS[name].lanes, FLOAT_ISAS[name].rows
     softcap = float_rows.row_softcap(name)
     alibi = float_rows.row_alibi(name)
     add_bias = float_rows.row_bias(name)
@@ -72,9 +72,9 @@ def make_edge_rows(name: str) -> EdgeRows:
 
     @inlined
     def any_seen(options, mask, head, key, tile):
-        """Whether the mask lets any query of the tile attend to any of MR keys."""
+        """Whether the mask lets any query of the tile attend to any of `mr` keys."""
         seen = False
-        for r in range(key, key + MR):
+        for r in range(key, key + mr):
             at = row_of(options.mask, head.b, head.h, tile.query, r)
             seen = seen or found(mask, at, tile.columns // lanes)
         return seen
@@ -83,9 +83,9 @@ def make_edge_rows(name: str) -> EdgeRows:
     def keys_seen(options, mask, head, key, tile):
         near, far = tile.near, tile.far
         while near < far and not any_seen(options, mask, head, key + near, tile):
-            near += MR
-        while near < far and not any_seen(options, mask, head, key + far - MR, tile):
-            far -= MR
+            near += mr
+        while near < far and not any_seen(options, mask, head, key + far - mr, tile):
+            far -= mr
         return near, far
 
     @inlined

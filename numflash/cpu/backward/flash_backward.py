@@ -1,4 +1,4 @@
-"""The gradient of attention with register tiles: dQ, dK and dV in float32, with recomputation.
+"""The gradient of attention with register tiles: dQ, dK and dV, with recomputation.
 
 FlashAttention 2, algorithm 2 (Dao 2023); `study.backward_plain` derives it and does the same in
 plain loops. A worker owns a head, or every `splits`-th block of its keys. It computes each tile of
@@ -10,6 +10,10 @@ stored along the lanes. The steps of a tile:
     P^T = 2**(S^T - LSE),  dS^T = P^T * (dP^T - D)    `row_gradients`
     dV += P^T.dO,  dK += dS^T.Q                       `value_tile`
     dQ += dS.K                                        after dS^T is transposed in registers
+
+Sums, softmax and options are float32. Of bfloat16 problems the operands of the five products are
+bfloat16 where the processor multiplies those: Q, K, V and dO, which lose nothing, and the weights
+and score gradients, which are rounded, as PyTorch's are.
 
 dQ is the worker's own (one copy for each split, added up in order at the end), and so are dK and dV
 (one copy for each query head of a group), so nothing is atomic and equal inputs give equal bits at
@@ -27,7 +31,7 @@ such a row, or gives them weight 0.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -37,14 +41,16 @@ from ...jit.parallel import over_tasks
 from ...jit.scratch import scratch
 from ...numerics.fixedpoint import LOG2E
 from ...validation import Problem
-from ..floats.float_isas import FLOAT_ISAS, MR
+from ..floats.float_isas import FLOAT_ISAS
+from ..floats.float_rows import row_narrow, row_scale
 from ..floats.float_tiles import score_tile, value_tile
+from ..isa.amx_tiles import tile_state
 from ..isa.isas import padded
 from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import next_task
 from .edge_rows import Dense, make_edge_rows
-from .head_rows import add_parts, copy_rows, make_head_rows, store_rows
+from .head_rows import add_parts, make_head_rows, store_rows
 from .held import Found
 from .operands import (
     KEYS,
@@ -90,16 +96,20 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tiles of one worker: P^T, dS^T, dS, flat; until dS is there, slopes are in `transposed`.
-
-    K, V, dK and dV of its block of keys.
+    """One worker's part of `Scratch`; until dS is there, slopes of score functions are in
+    `transposed`.
     """
 
+    scores: np.ndarray
+    slopes: np.ndarray
+    transposed: np.ndarray
     p: np.ndarray
     ds: np.ndarray
-    transposed: np.ndarray
+    ds_turned: np.ndarray
     k: np.ndarray
     v: np.ndarray
+    k_right: np.ndarray
+    room: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
 
@@ -113,50 +123,75 @@ class Left(NamedTuple):
     rows: int
 
 
+def keys_of_block(name: str) -> int:
+    """Keys of a block: whole register tiles."""
+    rows = FLOAT_ISAS[name].rows
+    return KEYS // rows * rows
+
+
 @functools.cache
 def make_backward(name: str):
     """The kernel of one instruction set."""
     isa = FLOAT_ISAS[name]
-    lanes = isa.lanes
-    panel = isa.panel
-    nv = isa.nv
+    lanes, panel, nv, mr, group = isa.lanes, isa.panel, isa.nv, isa.rows, isa.group
     half = max(1, nv // 2) * lanes
-    score = score_tile(name, nv, scaled=True)
+    block_keys = keys_of_block(name)
+    operand = F if group == 1 else np.uint16
+    begin_tiles, end_tiles = tile_state(name)
     gradients, sloped_gradients = row_gradients(name), row_gradients(name, sloped=True)
     side = isa.square
     square = transpose(side)
+    narrow = row_narrow(name) if group == 2 else None
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     visible, keys_seen, call_functions, change = make_edge_rows(name)
-    prepare = make_head_rows(name).prepare
+    prepare, _, take, pair = make_head_rows(name)
+    score = score_tile(name, nv, scaled=not name.startswith("amx"))
+    scale = row_scale(name)
 
     @inline
     def add_product(left, b, at, steps, out, to):
-        """out[to + i] += sum over `steps` of left[i] * b[at + step], by tiles of MR rows."""
-        width = b.shape[1]
+        """out[to + i] += sum over `steps` of left[i] * b[at + step], by tiles of `mr` rows."""
+        width = out.shape[1]
         stride = left.stride
         t = 0
         while t < width:  # a chunk of b's columns stays in L1 for all rows
             n = panel if t + panel <= width else half if nv > 1 and t + half <= width else lanes
-            source = at * width + t
-            for i in range(0, left.rows, MR):
-                where, target = left.first + i * stride, (to + i) * width + t
+            source, step = at * width + t * group, width * group
+            for i in range(0, left.rows, mr):
+                where, target, count = left.first + i * stride, (to + i) * width + t, steps // group
                 if n == panel:
-                    value4(left.data, where, stride, b, source, width, steps, out, target, width)
+                    value4(left.data, where, stride, b, source, step, count, out, target, width)
                 elif n == half:
-                    value2(left.data, where, stride, b, source, width, steps, out, target, width)
+                    value2(left.data, where, stride, b, source, step, count, out, target, width)
                 else:
-                    value1(left.data, where, stride, b, source, width, steps, out, target, width)
+                    value1(left.data, where, stride, b, source, step, count, out, target, width)
             t += n
 
-    @inline
-    def products(x, packed, factor, tile, out):
-        """out = x.packed^T * factor: rows of a block of keys against the tile's queries."""
-        width = x.shape[1]
-        for at in range(0, tile.columns, panel):
-            source = (tile.query + at) * width
-            for r in range(tile.near, tile.far, MR):
-                row, target = r * width, r * QUERIES + at
-                score(x, row, width, packed, source, width, factor, out, target, QUERIES)
+    if name.startswith("amx"):
+
+        @inline
+        def products(x, packed, factor, tile, out):
+            width = x.shape[1]
+            for at in range(0, tile.columns, panel):
+                source = (tile.query + at) * width
+                for r in range(tile.near, tile.far, mr):
+                    to = r * QUERIES + at
+                    score(x, r * width, width, packed, source, width // group, out, to, QUERIES)
+            if factor != F(1):
+                for r in range(tile.near, tile.far):
+                    scale(out, r * QUERIES, tile.columns // lanes, factor)
+
+    else:
+
+        @inline
+        def products(x, packed, factor, tile, out):
+            """out = x.packed^T * factor: rows of a block of keys against the tile's queries."""
+            width = x.shape[1]
+            for at in range(0, tile.columns, panel):
+                source = (tile.query + at) * width
+                for r in range(tile.near, tile.far, mr):
+                    row, to, steps = r * width, r * QUERIES + at, width // group
+                    score(x, row, width, packed, source, steps, factor, out, to, QUERIES)
 
     @inline
     def query_span(options, b, key, keys, length, s):
@@ -177,15 +212,15 @@ def make_backward(name: str):
         columns = min(QUERIES, length - query)
         on_diagonal = query + options.diagonal[b] - key  # the row of the first query's own key
         end = min(s, options.key_lengths[b]) - key
-        near = max(0, on_diagonal - options.left) // MR * MR
-        far = (min(end, on_diagonal + columns + options.right) + MR - 1) // MR * MR
+        near = max(0, on_diagonal - options.left) // mr * mr
+        far = (min(end, on_diagonal + columns + options.right) + mr - 1) // mr * mr
         far = min(keys, far)
         if dense.mask.size > 0:
             near, far = keys_seen(options, dense.mask, head, key, Tile(query, columns, near, far))
         last = query + columns - 1
         if functions.states.size > 0 and near < far:
             a, z = trimmed(functions, b, h, query, last, key + near, min(key + far, s), 1)
-            near, far = (a - key) // MR * MR, (z - key + MR - 1) // MR * MR
+            near, far = (a - key) // mr * mr, (z - key + mr - 1) // mr * mr
             near, far = (near, min(keys, far)) if a < z else (0, 0)
         called = functions.masked != 0 and (
             functions.unmasked != 0
@@ -196,10 +231,10 @@ def make_backward(name: str):
     @inlined
     def weigh(options, dense, head, key, tile, s, built_in, called, work):
         """Scores and dP to weights and score gradients, row by row; slopes are in `transposed`."""
-        p, ds, slope, columns = work.p, work.ds, work.transposed, tile.columns
+        x, dp, slope, columns = work.scores, work.slopes, work.transposed, tile.columns
         always, sloped = built_in or called, called or options.softcap > F(0)
         if called:
-            call_functions(options, head, key, tile, p, slope)
+            call_functions(options, head, key, tile, x, slope)
         for r in range(tile.near, tile.far):
             lo, hi = visible(options, head.b, key + r, s)
             lo = min(max(lo - tile.query, 0), columns)
@@ -210,12 +245,28 @@ def make_backward(name: str):
             changed = always or lo > 0 or hi < columns
             at = r * QUERIES
             if changed:
-                change(options, dense, head, key + r, tile, (lo, hi), p, slope, at, called)
+                change(options, dense, head, key + r, tile, (lo, hi), x, slope, at, called)
             count, i = columns // lanes, tile.query
+            lse, delta, p, ds = head.lse, head.delta, work.p, work.ds
             if sloped:
-                sloped_gradients(p, ds, at, count, head.lse, head.delta, i, slope)
+                sloped_gradients(x, dp, at, count, lse, delta, i, slope, p, ds)
             else:
-                gradients(p, ds, at, count, head.lse, head.delta, i, slope)
+                gradients(x, dp, at, count, lse, delta, i, slope, p, ds)
+
+    @inlined
+    def turn(tile, work):
+        """dS^T of a tile as dS, the left operand of dQ."""
+        columns, first = tile.columns, tile.near // side * side
+        transposed, turned = work.transposed, work.ds_turned
+        for r in range(first, tile.far, side):
+            for at in range(0, columns, side):
+                square(work.slopes, r * QUERIES + at, QUERIES, transposed, at * KEYS + r, KEYS)
+        if group == 2:
+            count = (tile.far - first + lanes - 1) // lanes
+            for at in range(first, first + columns * KEYS, KEYS):
+                narrow(transposed, at, turned, at, count)
+        for x in range(columns * KEYS, (columns + -columns % mr) * KEYS):
+            turned[x] = operand(0)  # rows beyond the length of the last register tile
 
     @inlined
     def add_gradients(head, tile, work):
@@ -224,13 +275,8 @@ def make_backward(name: str):
         first = near * QUERIES
         add_product(Left(work.p, first, QUERIES, rows), head.do, i, columns, work.dv, near)
         add_product(Left(work.ds, first, QUERIES, rows), head.q, i, columns, work.dk, near)
-        transposed = work.transposed
-        for r in range(near // side * side, tile.far, side):
-            for at in range(0, columns, side):
-                square(work.ds, r * QUERIES + at, QUERIES, transposed, at * KEYS + r, KEYS)
-        for x in range(columns * KEYS, (columns + MR) * KEYS):
-            transposed[x] = F(0)  # the last tile of rows may exceed the length
-        add_product(Left(transposed, near, KEYS, columns), work.k, near, rows, head.dq, i)
+        turn(tile, work)
+        add_product(Left(work.ds_turned, near, KEYS, columns), work.k_right, near, rows, head.dq, i)
 
     @inlined
     def head_of(x, sizes, room, n, slot, split):
@@ -245,8 +291,9 @@ def make_backward(name: str):
     @inlined
     def take_block(x, hidden, n_kv, key, keys, work):
         """K and V of a block of keys; its gradients are 0 so far."""
-        copy_rows(x.k, hidden, n_kv, key, keys, work.k, 0)
-        copy_rows(x.v, hidden, n_kv, key, keys, work.v, 0)
+        take(x.k, hidden, n_kv, key, keys, work.room, work.k)
+        pair(work.k, keys, work.k_right)
+        take(x.v, hidden, n_kv, key, keys, work.room, work.v)
         work.dk[:keys] = F(0)
         work.dv[:keys] = F(0)
 
@@ -263,9 +310,12 @@ def make_backward(name: str):
         s, splits = sizes.keys, sizes.splits
         n_heads, length = x.q.shape[0], room.q.shape[1]  # whole panels
         work = Work(
-            scratch.p[worker], scratch.ds[worker], scratch.transposed[worker],
-            scratch.k[worker], scratch.v[worker], scratch.dk[worker], scratch.dv[worker],
+            scratch.scores[worker], scratch.slopes[worker], scratch.transposed[worker],
+            scratch.p[worker], scratch.ds[worker], scratch.ds_turned[worker],
+            scratch.k[worker], scratch.v[worker], scratch.k_right[worker], scratch.room[worker],
+            scratch.dk[worker], scratch.dv[worker],
         )  # fmt: skip
+        begin_tiles()
         dense = Dense(
             options.mask.reshape(options.mask.size),
             options.bias.reshape(options.bias.size),
@@ -286,24 +336,24 @@ def make_backward(name: str):
                 prepare_head(x, n, slot, room)
             head = head_of(x, sizes, room, n, slot, split)
             head.dq[:] = F(0)
-            for key in range(
-                split * KEYS, s, splits * KEYS
-            ):  # interleaved: causal shares are equal
-                keys = min(KEYS, (s - key + MR - 1) // MR * MR)
+            # interleaved: causal shares are equal
+            for key in range(split * block_keys, s, splits * block_keys):
+                keys = min(block_keys, (s - key + mr - 1) // mr * mr)
                 take_block(x, options.hidden, head.n_kv, key, keys, work)
                 first, stop = query_span(options, head.b, key, keys, length, s)
                 for query in range(first // QUERIES * QUERIES, stop, QUERIES):
                     tile, called = tile_at(options, dense, head, key, keys, query, length, s)
                     if tile.near >= tile.far:
                         continue
-                    products(work.k, head.q_packed, factors.scores, tile, work.p)
-                    products(work.v, head.do_packed, F(1), tile, work.ds)
+                    products(work.k, head.q_packed, factors.scores, tile, work.scores)
+                    products(work.v, head.do_packed, F(1), tile, work.slopes)
                     weigh(options, dense, head, key, tile, s, built_in, called, work)
                     add_gradients(head, tile, work)
                 store_rows(work.dk, min(keys, s - key), factors.dk, out.dk[n], key)
                 store_rows(work.dv, min(keys, s - key), F(1), out.dv[n], key)
             if splits == 1:
                 store_rows(head.dq, x.q.shape[1], factors.dq, out.dq[n], 0)
+        end_tiles()
 
     @kernel
     def run(x, factors, options, sizes, counter, scratch, room, out):
@@ -334,15 +384,14 @@ def run(
     q, k, v, do = operands
     n, group = q.shape[0], nh // nkv
     workers = numba.get_num_threads()
-    splits = max(1, min(-(-TASKS // n), -(-s // KEYS)))
+    splits = max(1, min(-(-TASKS // n), -(-s // keys_of_block(isa))))
     factor, scale = (
         F(min(max(x, -FINITE), FINITE)) for x in (problem.scale * LOG2E, problem.scale)
     )
-    with scratch.arrays(_shapes(problem, isa, n, splits, workers), F) as arrays:
-        tiles, room = Scratch._make(arrays[:7]), Prepared._make(arrays[7:12])
-        dq, dk, dv_ = gradients
-        copies = arrays[12:]
-        out = Gradients(dq, *copies) if copies else Gradients(dq, dk, dv_)
+    with scratch.arrays(_kinds(problem, isa, n, splits, workers)) as arrays:
+        tiles, room, copies = _named(isa, arrays)
+        dq, dk, dv = gradients
+        out = Gradients(dq, *copies) if copies else Gradients(dq, dk, dv)
         skip = found.held[:, :0] if found.held.all() else ~found.held
         x = Operands(q, k, v, do, skip, found.lse, found.delta)
         if splits > 1:
@@ -362,37 +411,58 @@ def run(
         if splits > 1:
             add_parts(room.dq, scale, dq)
         if copies:
-            for part, by, whole in zip(copies, (scale, F(1)), (dk, dv_), strict=True):
+            for part, by, whole in zip(copies, (scale, F(1)), (dk, dv), strict=True):
                 add_parts(part.reshape(-1, group, *part.shape[1:]), by, whole)
 
 
-def _shapes(
+def _kinds(
     problem: Problem, isa: str, n: int, splits: int, workers: int
-) -> dict[str, tuple[int, ...]]:
-    """Scratch arrays: those of `Scratch`, of `Prepared`, and copies of dK and dV if heads share them."""
+) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Names, dtypes and shapes of scratch arrays.
+
+    Those of `Scratch` and `Prepared` that have memory of their own, and copies of dK and dV if
+    heads share them.
+    """
     _, nh, nkv, length, s, d, dv = problem.shape
     tiles = FLOAT_ISAS[isa]
-    high, wide, columns = (
-        padded(length, tiles.panel),
-        padded(d, tiles.lanes),
-        padded(dv, tiles.lanes),
-    )
+    unit = max(tiles.lanes, tiles.step)
+    high, wide, columns = padded(length, tiles.panel), padded(d, unit), padded(dv, unit)
     slots = workers if splits == 1 else n
-    shapes = {
-        "backward weights": (workers, KEYS * QUERIES),
-        "backward gradients of scores": (workers, KEYS * QUERIES),
-        "backward gradients transposed": (workers, (QUERIES + MR) * KEYS),
-        "backward keys": (workers, KEYS, wide),
-        "backward values": (workers, KEYS, columns),
-        "backward gradients of keys": (workers, KEYS, wide),
-        "backward gradients of values": (workers, KEYS, columns),
-        "backward queries": (slots, high, wide),
-        "backward queries packed": (slots, high * wide),
-        "backward output gradients": (slots, high, columns),
-        "backward output gradients packed": (slots, high * columns),
-        "backward gradients of queries": (slots, splits, high + MR, wide),
+    turned, tile = (workers, (QUERIES + tiles.rows) * KEYS), (workers, KEYS * QUERIES)
+    operand = F if tiles.group == 1 else np.uint16
+    kinds: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "backward scores": (F, tile),
+        "backward slopes": (F, tile),
+        "backward transposed": (F, turned),
+        "backward keys": (operand, (workers, KEYS, wide)),
+        "backward values": (operand, (workers, KEYS, columns)),
+        "backward gradients of keys": (F, (workers, KEYS, wide)),
+        "backward gradients of values": (F, (workers, KEYS, columns)),
+        "backward queries": (operand, (slots, high, wide)),
+        "backward queries packed": (operand, (slots, high * wide)),
+        "backward output gradients": (operand, (slots, high, columns)),
+        "backward output gradients packed": (operand, (slots, high * columns)),
+        "backward gradients of queries": (F, (slots, splits, high + tiles.rows, wide)),
     }
+    if tiles.group == 2:
+        kinds["backward weights, bfloat16"] = operand, tile
+        kinds["backward slopes, bfloat16"] = operand, tile
+        kinds["backward transposed, bfloat16"] = operand, turned
+        kinds["backward pairs of keys"] = operand, (workers, KEYS, wide)
+        kinds["backward rows as floats"] = F, (workers, KEYS * max(wide, columns))
     if nh > nkv:
-        shapes["backward copies of key gradients"] = (n, s, d)
-        shapes["backward copies of value gradients"] = (n, s, dv)
-    return shapes
+        kinds["backward copies of key gradients"] = F, (n, s, d)
+        kinds["backward copies of value gradients"] = F, (n, s, dv)
+    return kinds
+
+
+def _named(isa: str, arrays: list[np.ndarray]) -> tuple[Scratch, Prepared, list[np.ndarray]]:
+    """The arrays of `_kinds`: of float32 both operands of a product are the sums' own memory."""
+    scores, slopes, transposed, k, v, dk, dv = arrays[:7]
+    room, rest = Prepared._make(arrays[7:12]), arrays[12:]
+    left = scores, slopes, transposed, k, scores[:, :0]
+    if FLOAT_ISAS[isa].group == 2:
+        left, rest = rest[:5], rest[5:]
+    p, ds, turned, k_right, floats = left
+    work = Scratch(scores, slopes, transposed, p, ds, turned, k, v, k_right, floats, dk, dv)
+    return work, room, rest

@@ -1,7 +1,9 @@
 """Operands of the tiled gradient in the layout of its products, and its sums as results.
 
-The right operand of a product is read by whole vectors: its rows are padded to those and begin on
-cache lines. Q and dO are needed as rows and in panels, K and V as rows of one block.
+The left operand of a product is read row by row, the right one by whole vectors: its rows are
+padded to those and begin on cache lines, and of bfloat16 two rows are interleaved, which vdpbf16ps
+and tdpbf16ps multiply and add at once. Q and dO are needed as right operands and in panels, K as a
+left and a right operand of one block, V as a left one.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, kernel
+from ...jit.compiler import bare, inline, kernel
+from ...jit.memory import reinterpret, uncleared
 from ...jit.parallel import over_tasks
 from ..floats.float_isas import FLOAT_ISAS
+from ..floats.float_rows import row_narrow
 from ..isa.transpose import transpose
 from .operands import QUERIES
 
@@ -22,16 +26,21 @@ CHUNK = 64  # rows of a result that one task adds up
 
 
 class HeadRows(NamedTuple):
-    """Jitted functions of one instruction set.
+    """Jitted functions of one instruction set. Operands are float32, or bfloat16 bits in uint16.
 
-    prepare(x, skip, n, chunk, rows, packed) : rows chunk * QUERIES and on of head n of x (N, L, D),
-        to `rows` (padded L, columns) and in panels to `packed`, flat; zeros beyond x and where
-        `skip` (N, L) is true
-    prepare_all(x, skip, rows, packed) : all rows of all heads, rows (N, ...), packed (N, ...)
+    prepare(x, skip, n, chunk, right, packed) : rows chunk * QUERIES and on of head n of x (N, L, D)
+        float32, as a right operand to `right` (padded L, columns) and in panels to `packed`, flat;
+        zeros beyond x and where `skip` (N, L) is true
+    prepare_all(x, skip, right, packed) : all rows of all heads, right (N, ...), packed (N, ...)
+    take(x, skip, n, first, count, room, left) : `count` rows of head n from `first` on as a left
+        operand; room, flat float32, is overwritten
+    pair(left, count, right) : the left operand of an even number of rows as a right one
     """
 
     prepare: Any
     prepare_all: Any
+    take: Any
+    pair: Any
 
 
 @bare
@@ -66,37 +75,83 @@ def store_rows(sums, count, factor, out, at):
             target[e] = source[e] * factor
 
 
+@bare
+def _take_floats(x, skip, n, first, count, room, left):
+    copy_rows(x, skip, n, first, count, left, 0)
+
+
+@bare
+def _keep(left, count, right):
+    """Nothing: float32 is one operand on either side, and `right` is the memory of `left`."""
+
+
+@bare
+def _interleave(left, count, right):
+    """right[r : r + 2] = rows r and r + 1 of left, their elements in turns."""
+    for r in range(0, count, 2):
+        a, b, pairs = left[r], left[r + 1], reinterpret(right[r : r + 2], np.uint32)
+        half = a.size // 2
+        for e in range(half):
+            pairs[0, e] = np.uint32(a[e]) | np.uint32(b[e]) << np.uint32(16)
+        for e in range(half):
+            pairs[1, e] = np.uint32(a[half + e]) | np.uint32(b[half + e]) << np.uint32(16)
+
+
 @functools.cache
 def make_head_rows(name: str) -> HeadRows:
     """The functions of one instruction set."""
     isa = FLOAT_ISAS[name]
-    panel, side = isa.panel, isa.square
+    panel, side, group, lanes = isa.panel, isa.square, isa.group, isa.lanes
     square = transpose(side)
+    take, pair = _take_floats, _keep
+    if group == 2:
+        narrow = row_narrow(name)
+        pair = _interleave
 
-    @bare
-    def prepare(x, skip, n, chunk, rows, packed):
-        high, columns = rows.shape
+        @bare
+        def take(x, skip, n, first, count, room, left):
+            numbers = count * left.shape[1]
+            copy_rows(x, skip, n, first, count, room[:numbers].reshape(count, left.shape[1]), 0)
+            narrow(room, 0, left, 0, numbers // lanes)
+
+    @inline
+    def prepare(x, skip, n, chunk, right, packed):
+        high, columns = right.shape
         first = chunk * QUERIES
-        last = min(first + QUERIES, high)
-        copy_rows(x, skip, n, first, last - first, rows, first)
-        for p in range(first, last, panel):
+        count = min(QUERIES, high - first)
+        right = right[first : first + count]
+        left = right
+        if group == 2:
+            left = uncleared((QUERIES, columns), right.dtype, "rows as left operands")[:count]
+        room = uncleared((QUERIES * columns if group == 2 else 0,), F, "rows as floats")
+        take(x, skip, n, first, count, room, left)
+        pair(left, count, right)
+        words = columns // group
+        whole = words // side * side
+        for p in range(0, count, panel):
+            to = (first + p) * words
             for c in range(0, panel, side):
-                for e in range(0, columns, side):
-                    source, target = (p + c) * columns + e, p * columns + e * panel + c
-                    square(rows, source, columns, packed, target, panel)
+                for e in range(0, whole, side):
+                    source = (p + c) * words + e
+                    square(left, source, words, packed, to + e * panel + c, panel)
+            for c in range(panel):
+                row = left[p + c]
+                for e in range(whole * group, columns):
+                    place = (to + e // group * panel + c) * group + e % group
+                    packed[place] = row[e]
 
-    @bare
-    def prepare_one(task, x, skip, rows, packed):
-        chunks = (rows.shape[1] + QUERIES - 1) // QUERIES
+    @inline
+    def prepare_one(task, x, skip, right, packed):
+        chunks = (right.shape[1] + QUERIES - 1) // QUERIES
         n = task // chunks
-        prepare(x, skip, n, task % chunks, rows[n], packed[n])
+        prepare(x, skip, n, task % chunks, right[n], packed[n])
 
     @kernel
-    def prepare_all(x, skip, rows, packed):
-        chunks = (rows.shape[1] + QUERIES - 1) // QUERIES
-        over_tasks(prepare_one, rows.shape[0] * chunks, (x, skip, rows, packed))
+    def prepare_all(x, skip, right, packed):
+        chunks = (right.shape[1] + QUERIES - 1) // QUERIES
+        over_tasks(prepare_one, right.shape[0] * chunks, (x, skip, right, packed))
 
-    return HeadRows(prepare, prepare_all)
+    return HeadRows(prepare, prepare_all, take, pair)
 
 
 @bare

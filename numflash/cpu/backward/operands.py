@@ -16,7 +16,8 @@ from ..launch_float import NO_LIMIT, slope_functions
 from ..semantics import ScoreTiles
 
 F = np.float32
-# keys and queries of a tile: multiples of MR and of every panel
+# keys and queries of a tile: multiples of a vector register tile's rows and of every panel. Matrix
+# tiles take the 128 keys that are a multiple of their 32 rows.
 KEYS = 144
 QUERIES = 64
 HIDDEN = F(-np.inf)
@@ -49,14 +50,14 @@ class Operands(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Query heads in the layout of the products, float32, padded with zeros; dQ.
+    """Query heads in the layout of the products, float32 or bfloat16 bits, padded with zeros; dQ.
 
     One for each worker, which prepares one head after the other, or one for each head where several
     workers share its keys.
 
-    q, do : (heads, padded L, columns), rows of whole vectors
+    q, do : (heads, padded L, columns), right operands as in `head_rows`
     q_packed, do_packed : (heads, padded L * columns), in panels
-    dq : (heads, splits, padded L + MR, columns), without the scale
+    dq : (heads, splits, padded L and a register tile's rows, columns) float32, without the scale
     """
 
     q: np.ndarray
@@ -96,17 +97,27 @@ class Sizes(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Tiles of W workers, on cache lines, float32.
+    """Tiles of W workers, on cache lines. The first three and the sums are float32.
 
-    P, ds (W, KEYS * QUERIES), transposed (W, (QUERIES + MR) * KEYS); k, v, dk, dv (W, KEYS, columns)
-    of one block of keys.
+    scores, slopes (W, KEYS * QUERIES) : S^T, then dP^T and dS^T
+    transposed (W, (QUERIES and a register tile's rows) * KEYS) : dS
+    p, ds, ds_turned : P^T, dS^T and dS as left operands; of float32 the memory of the first three
+    k, v (W, KEYS, columns) : a block's keys and values as left operands
+    k_right : its keys as a right operand; of float32 the memory of k
+    room (W, KEYS * most columns) float32 : rows on their way to bfloat16, empty for float32
+    dk, dv (W, KEYS, columns)
     """
 
+    scores: np.ndarray
+    slopes: np.ndarray
+    transposed: np.ndarray
     p: np.ndarray
     ds: np.ndarray
-    transposed: np.ndarray
+    ds_turned: np.ndarray
     k: np.ndarray
     v: np.ndarray
+    k_right: np.ndarray
+    room: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
 

@@ -9,23 +9,26 @@ from numba.extending import intrinsic
 
 from ..floats.float_exp2 import exp2
 from ..floats.float_isas import FLOAT_ISAS
-from ..floats.float_rows import for_vectors
+from ..floats.float_rows import for_vectors, narrow
 from ..isa.vectors import data, load, store
 
 
 @functools.cache
 def row_gradients(name: str, sloped: bool = False):
-    """Intrinsic f(x, dp, off, count, lse, delta, at, slope).
+    """Intrinsic f(x, dp, off, count, lse, delta, at, slope, p, ds).
 
-    x = 2**(x - lse[at:]), at most 1, dp = x * (dp - delta[at:]), if `sloped` times slope[off:],
-    which may be anything where x becomes 0.
+    p = 2**(x - lse[at:]), at most 1, dp = p * (dp - delta[at:]), if `sloped` times slope[off:],
+    which may be anything where p becomes 0; ds = dp. p and ds are operands of products: float32 and
+    the memory of x and dp, or bfloat16.
     """
     isa = FLOAT_ISAS[name]
 
     @intrinsic
-    def gradients(typingctx, x, dp, off, count, lse, delta, at, slope):
+    def gradients(typingctx, x, dp, off, count, lse, delta, at, slope, p, ds):
         def codegen(context, b, sig, a):
-            px, pd, pl, pm, ps = (data(context, b, sig.args[n], a[n]) for n in (0, 1, 4, 5, 7))
+            px, pd, pl, pm, ps, to_p, to_ds = (
+                data(context, b, sig.args[n], a[n]) for n in (0, 1, 4, 5, 7, 8, 9)
+            )
 
             def body(n, state):
                 here = b.add(a[2], n)
@@ -39,13 +42,17 @@ def row_gradients(name: str, sloped: bool = False):
                 if sloped:
                     ds = b.fmul(ds, load(b, ps, here, isa.floats, 4))
                     ds = isa.choose(b, "==", p, zero, zero, ds)
-                store(b, p, px, here, 4)
                 store(b, ds, pd, here, 4)
+                if isa.group == 1:
+                    store(b, p, to_p, here, 4)
+                else:
+                    store(b, narrow(b, isa, p), to_p, here, 2)
+                    store(b, narrow(b, isa, ds), to_ds, here, 2)
                 return []
 
             for_vectors(b, a[3], isa.lanes, [], body)
             return context.get_dummy_value()
 
-        return types.void(x, dp, off, count, lse, delta, at, slope), codegen
+        return types.void(x, dp, off, count, lse, delta, at, slope, p, ds), codegen
 
     return gradients

@@ -215,6 +215,29 @@ def narrow(b, isa, x):
     return b.bitcast(x, vector(I16, isa.lanes))
 
 
+@functools.cache
+def row_narrow(name: str):
+    """Intrinsic f(x, x_off, out, out_off, count): float32 x to bfloat16 bits, `count` vectors."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def narrow_row(typingctx, x, x_off, out, out_off, count):
+        def codegen(context, b, sig, a):
+            px, po = (data(context, b, sig.args[n], a[n]) for n in (0, 2))
+
+            def body(at, state):
+                y = narrow(b, isa, load(b, px, b.add(a[1], at), isa.floats, 4))
+                store(b, y, po, b.add(a[3], at), 2)
+                return []
+
+            for_vectors(b, a[4], isa.lanes, [], body)
+            return context.get_dummy_value()
+
+        return types.void(x, x_off, out, out_off, count), codegen
+
+    return narrow_row
+
+
 def row_change(name: str, more: int, change):
     """Intrinsic f(x, x_off, count, ...) of `more` (1 or 2) arguments.
 
