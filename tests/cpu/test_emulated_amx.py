@@ -14,7 +14,7 @@ SUITE = [
     f"tests/cpu/test_{name}.py"
     for name in (
         "amx", "amx_stream", "combinations", "int8_float_values", "decode_bits", "decode_int4",
-        "decode_latent",
+        "decode_latent", "backward",
     )
 ]  # fmt: skip
 TESTS = (
