@@ -234,11 +234,11 @@ table(["one head", "arithmetic, ms", "scores to memory, ms", "Q, K, V, O once, m
 
 # %% [markdown]
 # On the H100 the trips of the scores take many times as long as the arithmetic: a naive kernel leaves the chip idle most of the time, and
-# that is why FlashAttention was invented. On this one core the two are of the same order: arithmetic is slow enough that memory nearly
+# that is why FlashAttention was invented. (The scores of one head, 32 MiB at L = 4096, would fit the H100's second-level cache of 50 MB;
+# those of the 32 heads of a layer do not.) On this one core the two are of the same order: arithmetic is slow enough that memory nearly
 # keeps up, and large caches catch part of the traffic. (A processor has caches of several sizes, one behind the other; the 1 MiB of
-# scores at L = 512 stays in the second or the third of them.) So on a
-# CPU core tiling alone brings little; chapter 02 measures it. What it brings is the freedom to make the arithmetic itself fast (chapters
-# 05 to 07): then memory would be the limit again.
+# scores at L = 512 stays in the second or the third of them.) So on a CPU core tiling alone brings little; chapter 02 measures it. What
+# it brings is the freedom to make the arithmetic itself fast (chapters 05 to 07): then memory would be the limit again.
 #
 # **Exercise 3.** Which of the two limits *fused* attention at L = 4096, D = 64 on this machine: "memory" or "arithmetic"? Look at the
 # columns "arithmetic" and "Q, K, V, O once".

@@ -57,10 +57,10 @@ check("02.1", kibibytes)
 # It fits the 64 KiB of that processor's first-level cache, with 8 % to spare. It is easy to forget the scores and the state: Q, K, V
 # and O alone are 46 KiB.
 #
-# The same for the tile of the kernel that ships, on this machine. It works on integers of 8 bits (chapter 03 says how a float becomes
-# one), so most numbers take one byte. It also has a few small arrays that the exercise did not have: scales, octaves, sums. Here only
-# the total counts, and which cache it fits. L1, L2 and L3 are the caches of the first, second and third level: each is larger and slower
-# than the one before.
+# The same for the shipped kernel on this machine's vector registers. (Where the machine has AMX, calls use another kernel; the course
+# stays with vectors: chapter 06.) It works on integers of 8 bits (chapter 03 says how a float becomes one), so most numbers take one
+# byte. It also has a few small arrays that the exercise did not have: scales, octaves, sums. Here only the total counts, and which cache
+# it fits. L1, L2 and L3 are the caches of the first, second and third level: each is larger and slower than the one before.
 
 # %%
 isa = ladder.vector_isa()
@@ -73,9 +73,9 @@ print(mine.explain(128))
 #
 # ## What a cache does with it
 #
-# The tracer of chapter 00 has a cache of any size. Here is the float kernel `tiled` with three tiles, its traffic against the
-# size of the cache. While the tile fits, every block of K and V is read from memory once per tile; when it does not fit, nearly every
-# access reads memory.
+# The tracer of chapter 00 has a cache of any size. Here is the float kernel `tiled` with three tiles, its traffic against the size of the
+# cache. While the tile fits, every block of K and V is read from memory once per tile; when it does not fit, lines leave before they are
+# used again, and the same lines come from memory many times.
 
 # %%
 F = np.float32
@@ -102,8 +102,9 @@ table(["tile", "working set", *(f"cache {n} B" for n in sizes)],
       [[f"{q} x {k}", working_set(q, k, d), *swept[q, k]] for q, k in tiles])
 
 # %% [markdown]
-# A tile of one row and one key has the smallest working set and the most traffic; a larger tile moves less *as soon as it
-# fits*. The largest tile that fits moves the fewest bytes: it visits K and V least often. Whether it is also the fastest, you measure (below).
+# The tile of 1 x 1 has the smallest working set. From 1024 B on it also moves the most. A tile that is far too large for the cache moves
+# more still (24 x 16 at 512 B). A larger tile moves less *as soon as it fits*. The largest tile that fits moves the fewest bytes: it
+# visits K and V least often. Whether it is also the fastest, you measure (below).
 #
 # **Exercise 2.** Write the largest `block_q`, a multiple of 6, whose working set (as `working_set` above counts it) with `block_k` keys
 # fits in a cache of `cache` bytes. (Why 6? The kernels compute 6 rows at a time in registers: chapter 06.)
@@ -119,8 +120,8 @@ check("02.2", largest_block_q)
 # Move the slider: the working set of tiles with 64 keys of D = 64 against this machine's first-level cache. (In Jupyter, change D, the
 # number of keys and the cache too: which of them moves the largest tile most?)
 
-# %% tags=["drawing"]
-drawings.tile_against_cache(64, 64, drawings.first_level_kib(), (6, 12, 24, 48, 96, 192))
+# %%
+drawings.tile_against_cache(64, 64, caches.l1 // 1024, (6, 12, 24, 48, 96, 192))
 
 # %% [markdown]
 # ## Measured

@@ -87,7 +87,8 @@ check("05.1", has_vector_fma)
 
 # %% [markdown]
 # The same loop for Fugaku's A64FX, whose vectors are *scalable*: the machine code does not say how long they are. `fmla z` is the
-# multiply-add, `p` registers (predicates) say which lanes take part, so the end of the loop needs no scalar rest.
+# multiply-add, `p` registers (predicates) say which lanes take part. Predicates can mask the last lanes, so that no scalar rest is
+# needed. LLVM does not use that here: p0 is all true, and a scalar loop follows.
 
 # %%
 (scalable,) = show(FLOATS, 16, a64fx=kernel(float_math=True)(dot))
@@ -292,8 +293,9 @@ print(f"A64FX: {sums} multiply-adds and {loads} loads a turn; its two pipes need
 assert sums == 48 and loads == 20 and sum(scalable.values()) > 3 * sum(n for name, n in scalable.items() if name.startswith("fmla"))
 
 # %% [markdown]
-# The two pipes are busy with sums for 24 cycles a turn, and the loads need 10 of them: arithmetic is the limit, as it should be. The loop that
-# LLVM made of the plain dot product, far above, has 4 multiply-adds among 16 instructions and 8 loads for them: there the loads are the limit.
+# The two pipes are busy with sums for 24 cycles a turn, and the loads need 10 of them: arithmetic is the limit, as it should be. The loop
+# that LLVM made of the plain dot product, far above, has 16 instructions. Its 8 loads need 4 cycles, its 4 multiply-adds 2. But each sum
+# waits 9 cycles for its last multiply-add, and only four sums are under way: a turn takes 9 cycles. Latency is the limit (chapter 06).
 # (No A64FX was at hand: these are counts of its machine code. `numflash estimate --cpu a64fx` models the cycles.)
 #
 # The next cell checks the claims of this page. You can skip it.

@@ -168,11 +168,14 @@ check("06.1", loads_and_registers)
 
 # %%
 first_operand = np.uint8 if VECTOR_ISAS[isa].group == 4 else np.int16
-shapes, code = {}, {}
+ship, runs, code = (6, VECTOR_ISAS[isa].nv), {}, {}           # the shipped tile
 for mr, nv in ((1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4), (4, 2), (6, 2), (4, 4), (6, 4), (8, 4)):
     if 64 % (nv * running_lanes(isa)) == 0:
-        run = make_product(isa, mr, nv)
-        shapes[mr, nv] = measure(run, q.astype(first_operand), pack(isa, k, nv))
+        for offset in (0, 16, 32) if (mr, nv) == ship else (0,):           # where K starts: see "Alignment"
+            runs[mr, nv, offset] = make_product(isa, mr, nv), q.astype(first_operand), pack(isa, k, nv, offset)
+turns = [{case: measure(*run) for case, run in runs.items()} for _ in range(5)]
+speeds = {case: float(np.median([turn[case] for turn in turns])) for case in runs}
+shapes = {(mr, nv): speeds[mr, nv, offset] for mr, nv, offset in runs if not offset}
 loads, need = zip(*(answer_of("06.1")(*shape) for shape in shapes), strict=True)
 table(["tile", "sums", "registers", "loads per dot", "GOP/s", "share of the INT8 peak"],
       [[f"{mr} x {nv}", mr * nv, n, x, speed_, f"{1e11 * speed_ / peak.int8:.0f} %"]
@@ -235,7 +238,8 @@ print(f"{count.dots} dots and {count.loads} loads: {count.loads / count.dots:g} 
 # %% [markdown]
 # ## Did 8 x 4 spill?
 #
-# Its 32 sums leave no register for an operand. So some of them must be kept on the stack, and the machine code shows it:
+# Its 32 sums leave none of 32 registers for an operand. So some of them must be kept on the stack, and the machine code shows it. (With
+# 16 registers the 24 sums of 6 x 4 are too many as well.)
 
 # %%
 def one_tile(mr, nv):
@@ -273,14 +277,12 @@ else:
 # %% [markdown]
 # ## Alignment
 #
-# One more thing matters: the address at which K starts. A cache line is 64 bytes, and so is a 512-bit vector: if K starts 16 bytes after the start of a
-# line, *every* load of K touches two lines. NumPy aligns arrays to 16 bytes, not to 64.
+# On some cores the address at which K starts matters as well. The table says whether it does here. A cache line is 64 bytes. If K starts
+# 16 bytes after the start of a line, *every* load of 64 bytes (a vector of 512 bits) touches two lines; of loads of 32 bytes, every
+# second one does. NumPy aligns arrays to 16 bytes, not to 64.
 
 # %%
-ship = (6, VECTOR_ISAS[isa].nv)
-run = make_product(isa, *ship)
-turns = [{offset: measure(run, q.astype(first_operand), pack(isa, k, ship[1], offset)) for offset in (0, 16, 32)} for _ in range(5)]
-placed = {offset: float(np.median([turn[offset] for turn in turns])) for offset in turns[0]}
+placed = {offset: speeds[(*ship, offset)] for offset in (0, 16, 32)}
 table(["first byte of K", "GOP/s", "share of the INT8 peak"],
       [[f"64 n + {offset}", x, f"{1e11 * x / peak.int8:.0f} %"] for offset, x in placed.items()])
 
@@ -288,24 +290,23 @@ table(["first byte of K", "GOP/s", "share of the INT8 peak"],
 # ## From a few per cent to most of the peak
 
 # %%
-climb = speed | {f"tile {mr} x {nv}": shapes[mr, nv] for mr, nv in shapes} | {
-    f"{ship[0]} x {ship[1]}, K at 64 n": placed[0], f"{ship[0]} x {ship[1]}, K at 64 n + 16": placed[16]}
+climb = speed | {f"tile {mr} x {nv}": shapes[mr, nv] for mr, nv in shapes} | {f"{ship[0]} x {ship[1]}, K at 64 n + 16": placed[16]}
 fig, ax = figure(width=9, height=5.6)
 ax.set_title("Q.K^T of bytes in the caches, one core")
 bars(ax, climb, "GOP/s", (f"measured INT8 peak ({isa})", peak.int8 / 1e9), digits=0)
 
 # %% [markdown]
-# What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile whose sums, operands and broadcast word fit the registers. Where 4 x 4 is
-# as fast as 6 x 4 in this table, the table does not decide between them; chapter 24 compares the two in the whole kernel.
-# The bars of the last two rows are medians of five turns in which the places of K alternate, so that the place is the only
-# difference between them. What keeps the tile from the peak? One part is the start and the end of a tile: setting the sums to 0 and storing
-# them. With 32 channels instead of 128 the loop is a quarter as long, so they weigh four times as much:
+# What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile whose sums, operands and broadcast word fit the registers. Where a tile
+# of 4 rows is as fast as the shipped one in this table, the table does not decide between them; chapter 24 compares the two in the whole
+# kernel. All tiles were timed in turns, and every bar of a tile is the median of five turns, so that the speed of the machine is the same
+# for all. What keeps the tile from the peak? One part is the start and the end of a tile: setting the sums to 0 and storing them. With 32
+# channels instead of 128 the loop is a quarter as long, so they weigh four times as much:
 
 # %%
 few_q, few_k = q[:, :32].copy(), k[:, :32].copy()
 exact = few_q[432:].astype(np.int64) @ few_k[448:].T.astype(np.int64)
 work //= 4
-short_tile = measure(run, few_q.astype(first_operand), pack(isa, few_k, ship[1]))
+short_tile = measure(make_product(isa, *ship), few_q.astype(first_operand), pack(isa, few_k, ship[1]))
 print(f"32 channels: {1e11 * short_tile / peak.int8:.0f} % of the peak, 128 channels: {1e11 * placed[0] / peak.int8:.0f} %")
 
 # %% [markdown]

@@ -202,9 +202,9 @@ print("without the test, head 2 would be", untested[:4])
 assert not np.isfinite(untested).all()
 
 # %% [markdown]
-# In float16 there is far less room: the largest number is 65504, so exp overflows at a distance of 11.1 (16 octaves). The study
-# kernel works in float32 and allows 64 octaves. What does it gain on a processor? The maximum is one comparison per score,
-# beside 2 D operations for its dot product and value:
+# In float16 there is far less room: the largest number is 65504, so exp overflows at a distance of 11.1 (16 octaves). The study kernel
+# works in float32 and allows 64 octaves. What does it gain on a processor? The maximum is one comparison per score, beside 4 D operations
+# for its dot product and value:
 
 # %%
 assert np.log(65504.0) < 11.1 < np.log(65504.0) + 0.02
@@ -245,9 +245,10 @@ print("INT8 decode has the bits of the model:", same)
 # %% [markdown]
 # ## Four bits
 #
-# If the number of bytes decides, why not half as many? With 4 bits a number has 15 levels (-7 to 7; the sixteenth, -8, is not used), and one scale serves a row of K: its largest entry takes the last
-# level, and all others share the rest. Keys of real models have a few channels that are much larger than the others (chapter 03's picture), and
-# then most channels are rounded to two or three levels.
+# If the number of bytes decides, why not half as many? With 4 bits a number has 15 levels (-7 to 7; the sixteenth, -8, is not used), and
+# one scale serves a row of K: its largest entry takes the last level, and all others share the rest. In some models a few channels of K
+# are many times larger than the others; then most channels are rounded to two or three levels. MiniLM's keys are not like that, so the
+# second row below makes one channel ten times as large.
 #
 # The remedy is to *rotate*. Multiply each row of K, and each query, by the same orthogonal matrix R. All scores stay the same, because
 # (R q) . (R k) = q . k. But every entry of R k is a mixture of all channels of k, so a large channel is spread over all of them. A

@@ -33,15 +33,12 @@ import numpy as np
 
 import numflash
 from numflash import tiling
-from numflash.course import answer_of, check, figure, roof, rounds, table, yours_or
+from numflash.course import answer_of, check, figure, quantised, roof, rounds, table, yours_or
 from numflash.cpu import launch
 from numflash.cpu.study import ladder
 from numflash.jit.threads import limit
-from numflash.numerics.quantization import quantize_problem
-from numflash.validation import describe
-from numflash.validation.options import Options
 
-isa = ladder.vector_isa()
+isa = ladder.vector_isa()                                # where there is AMX, calls use another kernel: chapter 06
 named = tiling.tiling(isa)
 caches = tiling.Caches.of_this_machine()
 print(named.explain(128))
@@ -90,9 +87,9 @@ print(f"at the INT8 peak the products alone take {1e3 * work / peak.int8:.2f} ms
 # `tiling.using(isa, block_q=96)` is a context manager: calls within it use a kernel with this size. The first call compiles it (some seconds), the
 # next ones find it in memory or on the disk.
 #
-# **Exercise 2.** Write `sweep`. For each size, within `using(block_q=size)`, call `run()`, which returns (seconds, output). Return a dictionary
-# of size: (seconds, output). (Your function is the one that runs, once it is right. The cell after it defines `run` and `using`: `describe` checks the arguments, `quantize_problem` rounds Q, K
-# and V to bytes once, before the timing, and `launch.run` calls the kernel.)
+# **Exercise 2.** Write `sweep`. For each size, within `using(block_q=size)`, call `run()`, which returns (seconds, output). Return a
+# dictionary of size: (seconds, output). (Your function is the one that runs, once it is right. The cell after it defines `run` and
+# `using`: `quantised` rounds Q, K and V to bytes once, before the timing, and `launch.run` calls the kernel.)
 
 # %% tags=["exercise"]
 def sweep(sizes, run, using):
@@ -104,7 +101,7 @@ check("24.2", sweep)
 # %%
 rng = np.random.default_rng(0)
 query, key, value = (rng.standard_normal((1, 1, length, d), np.float32) for _ in range(3))
-problem = quantize_problem(describe(query, key, value, Options(), "int8"))
+problem = quantised(query, key, value)
 
 
 def run():
@@ -182,7 +179,7 @@ _ = ax.legend(fontsize=9)
 #
 # ## Invent a score
 #
-# Last, change the mathematics. `numflash.flex_attention` takes a function that changes each score, and compiles it into the same float kernel.
+# Last, change the scores. `numflash.flex_attention` takes a function that changes each score, and compiles it into the same float kernel.
 #
 # **Exercise 4.** Write a score function that takes 0.1 per position of distance: the score of query i and key j becomes score - 0.1 * |i - j|.
 # `q_idx` and `kv_idx` are the positions; `abs`, `np.abs` and arithmetic work on them.
@@ -220,8 +217,8 @@ else:
 # %% [markdown]
 # A float16 has 11 bits, so the results agree to about three decimal places; the function is the same one.
 #
-# You have now changed the loop, the tiles and the mathematics of this kernel, and checked each change. The source files in the order in which
-# to read them are listed in [the course's overview](../docs/course.md).
+# You have now changed the tiles and the scores of this kernel, and checked each change. The source files in the order in which to read
+# them are listed in [the course's overview](../docs/course.md).
 #
 # The next cell checks the claims of this page. You can skip it.
 

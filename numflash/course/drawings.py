@@ -109,13 +109,6 @@ def online_softmax(scores: Sequence[float], block: int = 1) -> Frames:
     return Frames(frames, 90 + len(scores) * width + 110, 272, 1.8)
 
 
-def first_level_kib() -> int:
-    """KiB of this machine's first-level data cache."""
-    from ..tiling import Caches
-
-    return Caches.of_this_machine().l1 // 1024
-
-
 @movable(
     d=(32, 64, 128, 256),
     block_k=(16, 32, 64, 128, 256),
