@@ -262,15 +262,15 @@ table(["keys", "largest score, octaves", "block's octave", "m", "weights: larges
 # nothing. Weights are bytes: 255 is 1.0 at the block's *own* octave, so that a block of small weights keeps all its bits. It enters the
 # running sums with a factor 2**(octave - m).
 #
-# **Exercise 4.** In the table, by what factor did the l of the first two blocks shrink when the third came?
+# **Exercise 4.** In the table, by what factor (a number below 1) did the l of the first two blocks shrink when the third came?
 
 # %% tags=["exercise"]
 factor = ...
 check("04.4", factor, steps, row)
 
 # %% [markdown]
-# **Exercise 5.** Every block and row rounds m up to a whole octave. By what factor, at most, does that make the largest weight of a block
-# smaller than 255?
+# **Exercise 5.** Every block and row rounds m up to a whole octave. By what factor (a number above 1), at most, does that make the
+# largest weight of a block smaller than 255?
 
 # %% tags=["exercise"]
 answer = ...

@@ -34,6 +34,7 @@ EXERCISES = {
             "The state has 48 rows of 4 numbers of 4 bytes: divide its bytes by 1024.",
         ),
         expected=_tile_kib,
+        within=0.01,
     ),
     "02.2": Exercise(
         "the largest tile that fits",
