@@ -14,11 +14,11 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** An 8-bit number costs half a step of error, and the largest entry sets the step.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** CPU path, stop 4 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → **03** → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
 # > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
-# > **Terms:** [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
+# > **Terms:** [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [rms](../docs/glossary.md#rms), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
 # >
 # > **Papers:** [SageAttention](https://arxiv.org/abs/2410.02367), [StreamingLLM](https://arxiv.org/abs/2309.17453).
 
@@ -337,4 +337,4 @@ print(f"ceiling: relative L1 of {100 * floor:.2f} %, with Q, K and V rounded to 
 # * take the mean of the keys away, and say why softmax does not notice,
 # * name what makes a tensor hard to quantise: one large channel, or the keys that all rows attend to.
 #
-# **Next:** [04](04_fixed_point.ipynb). 2**x is a shift and a small polynomial, so softmax can run in integers.
+# **Next:** [06](06_register_tile.ipynb). Keep many sums in registers, so that each load serves several products.

@@ -12,7 +12,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** 2**x is a shift and a small polynomial, so softmax can run in integers.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [03](03_int8.ipynb).
 # >
@@ -164,8 +164,9 @@ print(f"exp2_p8: at most {off.max():.2f} steps of 1/255 off, where rounding alon
 assert off.max() < 0.5 + 0.0028 * 255
 
 # %% [markdown]
-# What it does to attention: random N(0, 1) queries, keys and values, 2048 keys, D = 128. Only the weights come from the
-# variant; V and the sum are in float64.
+# What it does to attention: random N(0, 1) queries, keys and values, 2048 keys, D = 128. Only the weights come from the variant; V and
+# the sum are in float64. In the last column the weights are rounded to bytes as well, as the kernel does: there a cubic gains nothing
+# over the quadratic.
 
 # %%
 rng = np.random.default_rng(0)
@@ -184,9 +185,13 @@ def relative_l1(out):
 exact = attend(np.exp(scores - scores.max(1, keepdims=True)))
 t = np.rint(scores * np.log2(np.e) * 256)                  # Q8.8
 distance = (t.max(1, keepdims=True) - t).astype(np.uint32)
-cost = {words: relative_l1(attend(fx.EXP2[name][0](distance).astype(float))) for name, words in VARIANTS.items()}
-cost["exact exp2 of Q8.8"] = relative_l1(attend(np.exp2(-distance.astype(float) / 256)))
-table(("exp2", "relative L1 of the output"), [(name, f"{100 * error:.3f} %") for name, error in cost.items()])
+made = {words: fx.EXP2[name][0](distance) / 65536 for name, words in VARIANTS.items()}
+made["exact exp2 of Q8.8"] = np.exp2(-distance.astype(float) / 256)
+cost = {words: relative_l1(attend(weights)) for words, weights in made.items()}
+in_bytes = {words: relative_l1(attend(np.rint(255 * weights))) for words, weights in made.items()}
+table(("exp2", "relative L1 of the output", "weights in 8 bits"),
+      [(name, f"{100 * error:.3f} %", f"{100 * in_bytes[name]:.3f} %") for name, error in cost.items()])
+assert abs(in_bytes["quadratic"] - in_bytes["cubic"]) < 2e-4
 assert cost["tangent line"] > 10 * cost["quadratic"]
 
 # %% [markdown]
@@ -204,10 +209,10 @@ print(f"score_scale {score_scale} for {256 / np.sqrt(128):.3f}, log2(e) {log2e} 
 assert combined == 33
 
 # %% [markdown]
-# 1 % sounds harmless. But every *score* grows by 1 %, which is a lower temperature, and a score is used in an exponent:
+# 1 % sounds harmless. But every *score* grows by 1 %, which makes softmax sharper, and a score is used in an exponent:
 #
-# **Exercise 3.** Key A scores `gap` nats below key B. By what factor is the ratio of their probabilities off, if all scores are
-# multiplied by 1 + error? (Right is exp(-gap); the answer for gap 0 or error 0 is 1.)
+# **Exercise 3.** Key A scores `gap` below key B (in natural units: the weight is e**score; 1 nat is 1.44 octaves). By what factor is the
+# ratio of their probabilities off, if all scores are multiplied by 1 + error? (Right is exp(-gap); the answer for gap 0 or error 0 is 1.)
 
 # %% tags=["exercise"]
 def ratio_off(gap, error):

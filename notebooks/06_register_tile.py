@@ -7,11 +7,11 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Keep many sums in registers, so that each load serves several products.
 # >
-# > **Where you are:** CPU path, stop 4 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → **06** → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# > **Where you are:** CPU path, stop 5 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [03](03_int8.ipynb) → **06** → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [02](02_tiling.ipynb).
+# > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [02](02_tiling.ipynb), [03](03_int8.ipynb).
 # >
-# > **Terms:** [register](../docs/glossary.md#register), [vector](../docs/glossary.md#vector), [lane](../docs/glossary.md#lane), [broadcast](../docs/glossary.md#broadcast), [packed](../docs/glossary.md#packed), [register tile](../docs/glossary.md#register-tile), [dot instruction](../docs/glossary.md#dot-instruction), [latency](../docs/glossary.md#latency), [spill](../docs/glossary.md#spill).
+# > **Terms:** [instruction set](../docs/glossary.md#instruction-set), [register](../docs/glossary.md#register), [vector](../docs/glossary.md#vector), [lane](../docs/glossary.md#lane), [broadcast](../docs/glossary.md#broadcast), [packed](../docs/glossary.md#packed), [register tile](../docs/glossary.md#register-tile), [dot instruction](../docs/glossary.md#dot-instruction), [latency](../docs/glossary.md#latency), [spill](../docs/glossary.md#spill).
 # >
 # > **Papers:** [Anatomy of high-performance matrix multiplication](https://doi.org/10.1145/1356052.1356053).
 
@@ -59,9 +59,9 @@ print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", p
 # has no dot instruction for bytes: there a number takes 2 bytes, a lane adds 2 products, a vector has 8 lanes, there are 16 registers, and the
 # shipped tile is 6 x 2 with 24 rows.
 #
-# Chapters 03 and 04 are not on this path. What you need of them: a row of floats is divided by a *scale*, so that its largest number becomes
-# 127, and rounded to bytes; the scales multiply the integer scores afterwards. The weights 2**x are made in integers too, by a shift and a
-# small polynomial.
+# Of chapter 03 you need: a row of floats is divided by a *scale*, so that its largest number becomes 127, and rounded to bytes; the
+# scales multiply the integer scores afterwards. Chapter 04 is not on this path. What you need of it: the weights 2**x are made in
+# integers too, by a shift and a small polynomial.
 
 # %%
 shipped = TILINGS[f"{isa}-int8"]

@@ -18,7 +18,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Optional study: what an exponential costs beside a product, on this machine.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 40 minutes to read, 15 for the exercises. **Before it:** [04](04_fixed_point.ipynb), [06](06_register_tile.ipynb).
 # >

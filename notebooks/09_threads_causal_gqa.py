@@ -7,7 +7,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Query tiles are independent tasks; deal them longest first.
 # >
-# > **Where you are:** CPU path, stop 6 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → **09** → [24](24_capstone.ipynb)
+# > **Where you are:** CPU path, stop 7 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [03](03_int8.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → **09** → [24](24_capstone.ipynb)
 # >
 # > **Time:** 15 minutes to read, 15 for the exercises. **Before it:** [07](07_fused.ipynb).
 # >

@@ -15,7 +15,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Check a figure with the arithmetic that it rests on.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 45 minutes to read, 15 for the exercises. **Before it:** [07](07_fused.ipynb), [10](10_decode.ipynb).
 # >

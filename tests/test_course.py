@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import njit
 
 from numflash.course import drawings, exercises, lessons, moving, widgets
-from numflash.course.answers import c00, c01, c10, c13, c15, c23
+from numflash.course.answers import c00, c01, c02, c10, c13, c15, c23
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -307,6 +308,25 @@ def test_the_formula_for_one_traced_size_is_wrong():
     given = traced(1), traced(16)
     assert c00._by_the_traces(c00.bytes_of_k_and_v, *given) == ""
     assert "length 192" in c00._by_the_traces(lambda length, d, q: 96 * 96 * 16 * 8 // q, *given)
+
+
+def test_a_kernel_must_be_compiled_and_right():
+    """Chapter 02's kernel: in the interpreter, with float64 sums, without a shrink, not typed."""
+    right = solved("02.4", "compiled_tiled", kernel=lambda function: function)
+    assert "not compiled" in c02._compiled(right)
+    assert c02._compiled(njit(right)) == ""
+    assert c02._compiled(lambda *given: None) == "open"
+
+    @njit
+    def one_query(q, k, v, scale, out):
+        out[:] = v[0]
+
+    @njit
+    def untyped(q, k, v, scale, out):
+        out[0, 0] = "zero"
+
+    assert "48 queries, 64 keys" in c02._compiled(one_query)
+    assert "it does not compile" in c02._compiled(untyped)
 
 
 def test_a_sweep_may_not_pass_a_size_by_its_place():

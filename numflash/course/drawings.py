@@ -339,5 +339,7 @@ def ring_of_ranks(ranks: int = 4) -> Frames:
             seen = ", ".join(str((r - t) % ranks) for t in range(step + 1))
             drawing += text(x, 128, f"merged: {seen}", 11)
             drawing += text(x + 112, 96, "→", 18)
-        frames.append((drawing, f"step {step}: rank r holds the keys of rank r - {step}"))
+        frames.append(
+            (drawing, f"step {step}: rank r holds the keys of rank r - {step} (modulo {ranks})")
+        )
     return Frames(frames, 30 + 140 * ranks, 140, 1.8)

@@ -11,9 +11,9 @@ import numpy as np
 from ..exercises import NO_RETURN, Exercise, difference
 
 
-def kv_bytes(length: int, d: int, block_q: int) -> int:
-    """Bytes of K and V that all tiles read."""
-    return -(-length // block_q) * 2 * length * d
+def kv_milliseconds(length: int, d: int, block_q: int) -> float:
+    """Time to read the K and V of all tiles at 32 bytes a nanosecond."""
+    return -(-length // block_q) * 2 * length * d / 32e6
 
 
 def sweep(sizes: Any, run: Any, using: Any) -> dict[int, Any]:
@@ -79,12 +79,13 @@ def _distance(answer: Any) -> str:
 
 EXERCISES = {
     "24.1": Exercise(
-        "bytes of K and V",
+        "milliseconds for K and V",
         (
             "How many tiles are there? Round up: -(-length // block_q).",
-            "Each tile reads 2 * length * d bytes.",
+            "Each tile reads 2 * length * d bytes. 32 bytes a nanosecond are 32e6 a millisecond.",
         ),
-        model=kv_bytes,
+        model=kv_milliseconds,
+        within=0.01,
         cases=((1024, 128, 48), (1024, 128, 192), (4096, 64, 96)),
         slip=("-(-length // block_q)", "(length // block_q)"),
     ),
