@@ -208,8 +208,8 @@ for ax, kind, top in ((axes[0], "float32", peak.float32), (axes[1], "int8", peak
     bars(ax, {name: x for name, x in speed.items() if kind in name}, "GOP/s", (f"{kind} peak", top / 1e9), digits=0)
 
 # %% [markdown]
-# The compiler's int8 loops are not much faster than its float32 loop, and the natural one is slower: widening costs most of what the shorter
-# numbers save. So they are much further from their peak.
+# On x86 the compiler's int8 loops are not much faster than its float32 loop, though a vector holds four times as many bytes as floats:
+# widening costs most of what the shorter numbers save. So they are much further from their peak.
 #
 # ## What it cannot do
 #
