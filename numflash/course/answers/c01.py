@@ -75,8 +75,8 @@ def _tiled(answer: Any) -> str:
             "a tile of scores is 4 kB; does your loop over key blocks keep only one?",
         ),
     ):
-        q, k, v = (rng.standard_normal((n, d), np.float32) for n in (length, keys, keys))
-        used = peak_bytes(lambda: answer(q, k, v, 0.7, 64, 8))  # noqa: B023
+        given = [rng.standard_normal((n, d), np.float32) for n in (length, keys, keys)]
+        used = peak_bytes(lambda: answer(*given, 0.7, 64, 8))  # noqa: B023
         if used > allowed:
             return (
                 f"the numbers are right, but {used / 1000:.0f} kB are in use at a time for {length} "
