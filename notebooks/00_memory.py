@@ -10,7 +10,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** The same arithmetic in another order moves several times fewer bytes.
 # >
-# > **Where you are:** CPU path, stop 1 of 7: **00** → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# > **Where you are:** CPU path, stop 1 of 8: **00** → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [03](03_int8.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
 # > **Time:** 35 minutes to read, 10 for the exercises. **Before it:** NumPy.
 # >
@@ -97,9 +97,13 @@ check("00.1", mebibytes)
 # Let us count that. `ladder_float.naive` is the definition as a compiled kernel, one loop for each line above. It is the first **rung**
 # of a ladder: the course climbs from it to a fast kernel, one change per rung.
 #
-# `@kernel` is Numba's compiler with this package's options: it turns a Python function of loops into machine code, where a loop over
-# single numbers is fast. (`.py_func` is the Python function itself, which we print.) Four names occur in all float kernels: `F` is
-# float32, `dot(a, b)` is the dot product of two rows, `add_scaled(o, w, v)` is o += w * v, and `multiply(x, f)` is x *= f.
+# `@kernel` is Numba's compiler with this package's options: it turns a Python function of loops into machine code. The first call
+# compiles, which takes seconds; the calls after it run the machine code. There is one machine code for each combination of argument
+# types, so float32 and float64 arrays are compiled separately. Inside, a loop over single numbers is fast, while each temporary array (as
+# in `a + b` of two arrays) costs memory and time. A literal like 0.5 is a float64 and turns what it meets into float64; `np.float32(0.5)`
+# does not. `.py_func` is the Python function itself, which we print; called, it runs in the interpreter, where a mistake is easier to
+# find. Four names occur in all float kernels: `F` is float32, `dot(a, b)` is the dot product of two rows, `add_scaled(o, w, v)` is o += w
+# * v, and `multiply(x, f)` is x *= f.
 
 # %%
 print(inspect.getsource(ladder_float.naive.py_func))
@@ -234,11 +238,11 @@ table(["one head", "arithmetic, ms", "scores to memory, ms", "Q, K, V, O once, m
 
 # %% [markdown]
 # On the H100 the trips of the scores take many times as long as the arithmetic: a naive kernel leaves the chip idle most of the time, and
-# that is why FlashAttention was invented. On this one core the two are of the same order: arithmetic is slow enough that memory nearly
+# that is why FlashAttention was invented. (The scores of one head, 32 MiB at L = 4096, would fit the H100's second-level cache of 50 MB;
+# those of the 32 heads of a layer do not.) On this one core the two are of the same order: arithmetic is slow enough that memory nearly
 # keeps up, and large caches catch part of the traffic. (A processor has caches of several sizes, one behind the other; the 1 MiB of
-# scores at L = 512 stays in the second or the third of them.) So on a
-# CPU core tiling alone brings little; chapter 02 measures it. What it brings is the freedom to make the arithmetic itself fast (chapters
-# 05 to 07): then memory would be the limit again.
+# scores at L = 512 stays in the second or the third of them.) So on a CPU core tiling alone brings little; chapter 02 measures it. What
+# it brings is the freedom to make the arithmetic itself fast (chapters 05 to 07): then memory would be the limit again.
 #
 # **Exercise 3.** Which of the two limits *fused* attention at L = 4096, D = 64 on this machine: "memory" or "arithmetic"? Look at the
 # columns "arithmetic" and "Q, K, V, O once".

@@ -10,7 +10,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Softmax needs no second pass: keep a maximum and a sum, and shrink them when the maximum grows.
 # >
-# > **Where you are:** CPU path, stop 2 of 7: [00](00_memory.ipynb) → **01** → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# > **Where you are:** CPU path, stop 2 of 8: [00](00_memory.ipynb) → **01** → [02](02_tiling.ipynb) → [03](03_int8.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
 # > **Time:** 20 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
@@ -88,8 +88,9 @@ check("01.1", step)
 # %% [markdown]
 # ## Order does not matter
 #
-# A state belongs to a set of keys, in whichever order they came. Two states of different keys merge by the same rule: bring both to the larger
-# m, then add. This is behind split-KV decoding (chapter 10) and ring attention (chapter 21).
+# A state belongs to a set of keys, in whichever order they came. Two states of different keys merge by the same rule: bring both to the
+# larger m, then add. (Up to rounding: in floats two orders may differ in the last bits. Chapter 18 shows what that means.) This is behind
+# split-KV decoding (chapter 10) and ring attention (chapter 21).
 #
 # **Exercise 2.** Write `merge` of two states (m, l, o). (The cell after it uses your functions of both exercises if `check` has found
 # them right. While an exercise is open, `yours_or` takes a right function of the course, so that you can read on.)

@@ -7,11 +7,11 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Add up what the inner loop touches: the largest tile that fits the cache moves the fewest bytes.
 # >
-# > **Where you are:** CPU path, stop 3 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → **02** → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# > **Where you are:** CPU path, stop 3 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → **02** → [03](03_int8.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 20 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb), [01](01_online_softmax.ipynb).
+# > **Time:** 25 minutes to read, 35 for the exercises. **Before it:** [00](00_memory.ipynb), [01](01_online_softmax.ipynb).
 # >
-# > **Terms:** [working set](../docs/glossary.md#working-set), [cache line](../docs/glossary.md#cache-line), [roofline](../docs/glossary.md#roofline), [tile](../docs/glossary.md#tile).
+# > **Terms:** [working set](../docs/glossary.md#working-set), [cache line](../docs/glossary.md#cache-line), [cache levels](../docs/glossary.md#cache-levels), [roofline](../docs/glossary.md#roofline), [gflops](../docs/glossary.md#gflops), [tile](../docs/glossary.md#tile).
 # >
 # > **Papers:** [Roofline](https://doi.org/10.1145/1498765.1498785).
 
@@ -23,9 +23,10 @@ machine()
 # %%
 import numpy as np
 
-from numflash.course import check, drawings, figure, roof, rounds, table
+from numflash.course import check, drawings, figure, roof, rounds, table, yours_or
 from numflash.course.tracer import trace
 from numflash.cpu.study import ladder, ladder_float
+from numflash.jit.compiler import kernel
 from numflash.tiling import TILINGS, Caches
 
 caches = Caches.of_this_machine()
@@ -57,10 +58,11 @@ check("02.1", kibibytes)
 # It fits the 64 KiB of that processor's first-level cache, with 8 % to spare. It is easy to forget the scores and the state: Q, K, V
 # and O alone are 46 KiB.
 #
-# The same for the tile of the kernel that ships, on this machine. It works on integers of 8 bits (chapter 03 says how a float becomes
-# one), so most numbers take one byte. It also has a few small arrays that the exercise did not have: scales, octaves, sums. Here only
-# the total counts, and which cache it fits. L1, L2 and L3 are the caches of the first, second and third level: each is larger and slower
-# than the one before.
+# The same for the shipped kernel on this machine's vector registers. (Where the machine has AMX, calls use another kernel; the course
+# stays with vectors: chapter 06.) It works on integers of 8 bits (chapter 03 says how a float becomes one), so most numbers take one
+# byte. It also has a few small arrays that the exercise did not have: scales, octaves, sums. Here only the total counts, and which cache
+# it fits. L1, L2 and L3 are the caches of the first, second and third level: each is larger and slower than the one before. (In a virtual
+# machine the system names the L3 of the host, which other machines use as well.)
 
 # %%
 isa = ladder.vector_isa()
@@ -73,9 +75,9 @@ print(mine.explain(128))
 #
 # ## What a cache does with it
 #
-# The tracer of chapter 00 has a cache of any size. Here is the float kernel `tiled` with three tiles, its traffic against the
-# size of the cache. While the tile fits, every block of K and V is read from memory once per tile; when it does not fit, nearly every
-# access reads memory.
+# The tracer of chapter 00 has a cache of any size. Here is the float kernel `tiled` with three tiles, its traffic against the size of the
+# cache. While the tile fits, every block of K and V is read from memory once per tile; when it does not fit, lines leave before they are
+# used again, and the same lines come from memory many times.
 
 # %%
 F = np.float32
@@ -102,8 +104,9 @@ table(["tile", "working set", *(f"cache {n} B" for n in sizes)],
       [[f"{q} x {k}", working_set(q, k, d), *swept[q, k]] for q, k in tiles])
 
 # %% [markdown]
-# A tile of one row and one key has the smallest working set and the most traffic; a larger tile moves less *as soon as it
-# fits*. The largest tile that fits moves the fewest bytes: it visits K and V least often. Whether it is also the fastest, you measure (below).
+# The tile of 1 x 1 has the smallest working set. From 1024 B on it also moves the most. A tile that is far too large for the cache moves
+# more still (24 x 16 at 512 B). A larger tile moves less *as soon as it fits*. The largest tile that fits moves the fewest bytes: it
+# visits K and V least often. Whether it is also the fastest, you measure (below).
 #
 # **Exercise 2.** Write the largest `block_q`, a multiple of 6, whose working set (as `working_set` above counts it) with `block_k` keys
 # fits in a cache of `cache` bytes. (Why 6? The kernels compute 6 rows at a time in registers: chapter 06.)
@@ -119,8 +122,8 @@ check("02.2", largest_block_q)
 # Move the slider: the working set of tiles with 64 keys of D = 64 against this machine's first-level cache. (In Jupyter, change D, the
 # number of keys and the cache too: which of them moves the largest tile most?)
 
-# %% tags=["drawing"]
-drawings.tile_against_cache(64, 64, drawings.first_level_kib(), (6, 12, 24, 48, 96, 192))
+# %%
+drawings.tile_against_cache(64, 64, caches.l1 // 1024, (6, 12, 24, 48, 96, 192))
 
 # %% [markdown]
 # ## Measured
@@ -134,8 +137,8 @@ out, scale = np.empty_like(query), F(np.log2(np.e) / np.sqrt(d))
 rows = []
 for block_q, block_k in ((6, 8), (24, 32), (48, 64), (192, 256), (960, 1024)):
     tile = np.empty((block_q, block_k), F), np.empty(block_q, F), np.empty(block_q, F)
-    kernel = ladder_float.make_tiled(block_q, block_k)
-    seconds = rounds(lambda kernel=kernel, tile=tile: kernel(query, key, value, scale, *tile, out))
+    run = ladder_float.make_tiled(block_q, block_k)
+    seconds = rounds(lambda run=run, tile=tile: run(query, key, value, scale, *tile, out))
     need = working_set(block_q, block_k, d)
     rows.append([f"{block_q} x {block_k}", f"{need / 1024:.0f} KiB", f"{100 * need / caches.l1:.0f} %", 1e3 * seconds,
                  4 * length * length * d / seconds / 1e9])
@@ -209,6 +212,32 @@ _ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory",
 # *else* limits them, but not what. It is inside the core: every multiply-add of these loops loads an operand and the sum that
 # it adds to. That is the subject of chapters 05 and 06; the point of the fused integer kernel shows what they gain.
 #
+# ## A kernel of your own
+#
+# **Exercise 4.** In chapter 01 you wrote tiled attention in NumPy. Write it as a kernel that Numba compiles (chapter 00 says what matters
+# there): loops over single numbers, tiles of 24 rows and 32 keys. `scale` contains log2(e), so weights are powers of two. Store the result in
+# `out` (L, D). Scratch arrays like `np.empty((24, 32), np.float32)` are made once, before the loops. The check compares the numbers with
+# float64 for several sizes, and asks whether the function is compiled. (`compiled_tiled.py_func(...)` runs it in the interpreter.)
+
+# %% tags=["exercise"]
+@kernel
+def compiled_tiled(q, k, v, scale, out):
+    ...                                                    # your loops
+
+
+check("02.4", compiled_tiled)
+
+# %% [markdown]
+# The same function, compiled and in the interpreter, on 96 queries and keys of 16 channels:
+
+# %%
+yours, few = yours_or("02.4", compiled_tiled), [rng.standard_normal((96, 16), F) for _ in range(3)]
+arguments = (*few, F(0.25), np.empty((96, 16), F))
+took = {name: rounds(lambda run=run: run(*arguments), 0) for name, run in (("compiled", yours), ("interpreted", yours.py_func))}
+table(["", "ms"], [[name, 1e3 * seconds] for name, seconds in took.items()])
+print(f"compiled, it is {took['interpreted'] / took['compiled']:.0f} times as fast")
+
+# %% [markdown]
 # The next cell checks the claims of this page. You can skip it.
 
 # %%
@@ -225,4 +254,4 @@ assert intensity["tiled"] > 40 * intensity["online"]
 # * choose the largest tile that fits a cache, and say what that does to the bytes,
 # * read a roofline: which limit a kernel meets, and that it does not say why a kernel is below it.
 #
-# **Next:** [06](06_register_tile.ipynb). Keep many sums in registers, so that each load serves several products.
+# **Next:** [03](03_int8.ipynb). An 8-bit number costs half a step of error, and the largest entry sets the step.

@@ -14,11 +14,11 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** An 8-bit number costs half a step of error, and the largest entry sets the step.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** CPU path, stop 4 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → **03** → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
 # > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
-# > **Terms:** [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
+# > **Terms:** [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [rms](../docs/glossary.md#rms), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
 # >
 # > **Papers:** [SageAttention](https://arxiv.org/abs/2410.02367), [StreamingLLM](https://arxiv.org/abs/2309.17453).
 
@@ -31,21 +31,13 @@ machine()
 import numpy as np
 
 import numflash
-from numflash import reference, validation
-from numflash.course import answer_of, bars, check, figure, roof, table
+from numflash import reference
+from numflash.course import answer_of, bars, check, exact_attention, figure, quantised, roof, table
 from numflash.measure.data import minilm
 from numflash.measure.metrics import errors
 from numflash.numerics import fixedpoint as fx
-from numflash.numerics.quantization import quantize_problem
-from numflash.validation import describe
-from numflash.validation.options import Options
 
 query, key, value = (x.astype(np.float32)[None] for x in minilm())
-
-
-def exact_attention(q, k, v):
-    """In float64."""
-    return reference.oracle(validation.problem(q, k, v))[0]
 
 
 def relative_l1(out, exact):
@@ -167,8 +159,8 @@ biased[1][..., :8] += rng.normal(0, 10, 8).astype(np.float32)
 
 
 def int8_error(q, k, v, smooth):
-    quantised = numflash.quantize(q, "row"), numflash.quantize(k, "row", smooth=smooth), numflash.quantize(v, "channel")
-    return relative_l1(numflash.attention_int8(*quantised), exact_attention(q, k, v))
+    in_bytes = numflash.quantize(q, "row"), numflash.quantize(k, "row", smooth=smooth), numflash.quantize(v, "channel")
+    return relative_l1(numflash.attention_int8(*in_bytes), exact_attention(q, k, v))
 
 
 smoothing = {name: [int8_error(*tensors, smooth) for smooth in (False, True)]
@@ -198,7 +190,7 @@ sources = {
     "V rounded": exact_attention(query, key, v.dequantize()),
     "Q, K, V rounded: the floor": exact_attention(*(x.dequantize() for x in (q, k, v))),
     "kernel, pv fp32": numflash.attention(query, key, value, precision="int8", pv="fp32"),
-    "weights in 8 bits": reference.integer_model(quantize_problem(describe(query, key, value, Options(), "int8")), plain=True)[0],
+    "weights in 8 bits": reference.integer_model(quantised(query, key, value), plain=True)[0],
 }
 error = {name: relative_l1(out, exact) for name, out in sources.items()}
 for name, e in error.items():
@@ -247,17 +239,20 @@ _, head, token = at
 weights = np.exp(query[0, head, token] @ key[0, head].T / np.sqrt(32))
 weights /= weights.sum()
 first = weights.argmax()
-lost = weights[:128] < weights[:128].max() / 510           # less than half a step of 1/255 of the largest in the block of 128 keys
+steps = list(reference.integer_steps(quantised(query, key, value), 0, head, plain=True))
+lost = steps[0].p[token] == 0                              # the weights of the first block of 128 keys, as the kernel has them
 sizes = np.abs(value[0, head]).sum(-1)
 print(f"{100 * weights[first]:.0f} % of the weight is on token {first}, whose value has size {sizes[first]:.1f}; "
       f"the median value has {np.median(sizes):.1f}")
 print(f"the other tokens of its block share {100 * (weights[:128].sum() - weights[first]):.1f} %, and {lost.sum()} of them, "
       f"with {100 * weights[:128][lost].sum():.1f} %, are rounded to 0")
+assert lost.sum() == 121
 
 # %% [markdown]
-# This is an *attention sink* ([StreamingLLM](https://arxiv.org/abs/2309.17453)): the head puts its weight on a token whose value is nearly
-# zero, when no other token is of interest. The output is made of what is left. That is small beside the largest weight of the block, and the
-# block's largest weight sets the step: 8 bits do not hold the rest.
+# This is an *attention sink* ([StreamingLLM](https://arxiv.org/abs/2309.17453)): the head puts its weight on a token whose value is
+# nearly zero, when no other token is of interest. The output is made of what is left. That is small beside the largest weight of the
+# block, and the block's largest weight sets the step: 8 bits do not hold the rest. (The step is 1/255 of the next power of two above the
+# largest weight: chapter 04.)
 #
 # ## The cure
 #
@@ -320,7 +315,7 @@ assert not first_divided.any() and (relative_to_maximum == 255).all()
 fig, (image_axis, error_axis) = figure(2, width=11.5, height=4, width_ratios=(1, 1.25))
 shown = image_axis.imshow(np.abs(key[0, 3]).T, aspect="auto", interpolation="nearest")
 fig.colorbar(shown, ax=image_axis, label="|K|")
-image_axis.set_title("K of head 3: some channels are large for all tokens")
+image_axis.set_title("K of head 3: channel 9 is large for nearly all tokens")
 image_axis.set_xlabel("token")
 image_axis.set_ylabel("channel")
 bars(error_axis, {name: 100 * e for name, e in error.items() if "floor" not in name}, "relative L1 error, %",
@@ -342,4 +337,4 @@ print(f"ceiling: relative L1 of {100 * floor:.2f} %, with Q, K and V rounded to 
 # * take the mean of the keys away, and say why softmax does not notice,
 # * name what makes a tensor hard to quantise: one large channel, or the keys that all rows attend to.
 #
-# **Next:** [04](04_fixed_point.ipynb). 2**x is a shift and a small polynomial, so softmax can run in integers.
+# **Next:** [06](06_register_tile.ipynb). Keep many sums in registers, so that each load serves several products.

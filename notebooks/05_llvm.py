@@ -8,11 +8,11 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** A compiler vectorises a loop as it is written; it does not build a register tile.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 40 minutes to read, 10 for the exercises. **Before it:** [02](02_tiling.ipynb).
 # >
-# > **Terms:** [vector](../docs/glossary.md#vector), [fma](../docs/glossary.md#fma), [dot instruction](../docs/glossary.md#dot-instruction), [register tile](../docs/glossary.md#register-tile).
+# > **Terms:** [instruction set](../docs/glossary.md#instruction-set), [vector](../docs/glossary.md#vector), [fma](../docs/glossary.md#fma), [dot instruction](../docs/glossary.md#dot-instruction), [register tile](../docs/glossary.md#register-tile).
 # >
 # > **Papers:** [LLVM: auto-vectorization](https://llvm.org/docs/Vectorizers.html).
 
@@ -87,7 +87,8 @@ check("05.1", has_vector_fma)
 
 # %% [markdown]
 # The same loop for Fugaku's A64FX, whose vectors are *scalable*: the machine code does not say how long they are. `fmla z` is the
-# multiply-add, `p` registers (predicates) say which lanes take part, so the end of the loop needs no scalar rest.
+# multiply-add, `p` registers (predicates) say which lanes take part. Predicates can mask the last lanes, so that no scalar rest is
+# needed. LLVM does not use that here: p0 is all true, and a scalar loop follows.
 
 # %%
 (scalable,) = show(FLOATS, 16, a64fx=kernel(float_math=True)(dot))
@@ -201,11 +202,15 @@ peak = roof(isa=ladder.vector_isa())
 print(peak)
 
 # %%
-fig, ax = figure(width=9, height=3.6)
-ax.set_title("one dot product after another, first-level cache, one core")
-bars(ax, speed | {"float32 peak": peak.float32 / 1e9}, "GOP/s", (f"INT8 peak ({peak.isa})", peak.int8 / 1e9), digits=0)
+fig, axes = figure(2, width=11, height=3)
+for ax, kind, top in ((axes[0], "float32", peak.float32), (axes[1], "int8", peak.int8)):
+    ax.set_title(f"{kind}: one dot product after another, one core")
+    bars(ax, {name: x for name, x in speed.items() if kind in name}, "GOP/s", (f"{kind} peak", top / 1e9), digits=0)
 
 # %% [markdown]
+# On x86 the compiler's int8 loops are not much faster than its float32 loop, though a vector holds four times as many bytes as floats:
+# widening costs most of what the shorter numbers save. So they are much further from their peak.
+#
 # ## What it cannot do
 #
 # Even `sdot`, found by the compiler, would not reach the peak. A dot product loads *two* operands for every instruction that
@@ -292,8 +297,9 @@ print(f"A64FX: {sums} multiply-adds and {loads} loads a turn; its two pipes need
 assert sums == 48 and loads == 20 and sum(scalable.values()) > 3 * sum(n for name, n in scalable.items() if name.startswith("fmla"))
 
 # %% [markdown]
-# The two pipes are busy with sums for 24 cycles a turn, and the loads need 10 of them: arithmetic is the limit, as it should be. The loop that
-# LLVM made of the plain dot product, far above, has 4 multiply-adds among 16 instructions and 8 loads for them: there the loads are the limit.
+# The two pipes are busy with sums for 24 cycles a turn, and the loads need 10 of them: arithmetic is the limit, as it should be. The loop
+# that LLVM made of the plain dot product, far above, has 16 instructions. Its 8 loads need 4 cycles, its 4 multiply-adds 2. But each sum
+# waits 9 cycles for its last multiply-add, and only four sums are under way: a turn takes 9 cycles. Latency is the limit (chapter 06).
 # (No A64FX was at hand: these are counts of its machine code. `numflash estimate --cpu a64fx` models the cycles.)
 #
 # The next cell checks the claims of this page. You can skip it.

@@ -7,11 +7,11 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Keep many sums in registers, so that each load serves several products.
 # >
-# > **Where you are:** CPU path, stop 4 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → **06** → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# > **Where you are:** CPU path, stop 5 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [03](03_int8.ipynb) → **06** → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [02](02_tiling.ipynb).
+# > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [02](02_tiling.ipynb), [03](03_int8.ipynb).
 # >
-# > **Terms:** [register](../docs/glossary.md#register), [vector](../docs/glossary.md#vector), [lane](../docs/glossary.md#lane), [broadcast](../docs/glossary.md#broadcast), [packed](../docs/glossary.md#packed), [register tile](../docs/glossary.md#register-tile), [dot instruction](../docs/glossary.md#dot-instruction), [latency](../docs/glossary.md#latency), [spill](../docs/glossary.md#spill).
+# > **Terms:** [instruction set](../docs/glossary.md#instruction-set), [register](../docs/glossary.md#register), [vector](../docs/glossary.md#vector), [lane](../docs/glossary.md#lane), [broadcast](../docs/glossary.md#broadcast), [packed](../docs/glossary.md#packed), [register tile](../docs/glossary.md#register-tile), [dot instruction](../docs/glossary.md#dot-instruction), [latency](../docs/glossary.md#latency), [spill](../docs/glossary.md#spill).
 # >
 # > **Papers:** [Anatomy of high-performance matrix multiplication](https://doi.org/10.1145/1356052.1356053).
 
@@ -59,9 +59,9 @@ print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", p
 # has no dot instruction for bytes: there a number takes 2 bytes, a lane adds 2 products, a vector has 8 lanes, there are 16 registers, and the
 # shipped tile is 6 x 2 with 24 rows.
 #
-# Chapters 03 and 04 are not on this path. What you need of them: a row of floats is divided by a *scale*, so that its largest number becomes
-# 127, and rounded to bytes; the scales multiply the integer scores afterwards. The weights 2**x are made in integers too, by a shift and a
-# small polynomial.
+# Of chapter 03 you need: a row of floats is divided by a *scale*, so that its largest number becomes 127, and rounded to bytes; the
+# scales multiply the integer scores afterwards. Chapter 04 is not on this path. What you need of it: the weights 2**x are made in
+# integers too, by a shift and a small polynomial.
 
 # %%
 shipped = TILINGS[f"{isa}-int8"]
@@ -168,11 +168,14 @@ check("06.1", loads_and_registers)
 
 # %%
 first_operand = np.uint8 if VECTOR_ISAS[isa].group == 4 else np.int16
-shapes, code = {}, {}
+ship, runs, code = (6, VECTOR_ISAS[isa].nv), {}, {}           # the shipped tile
 for mr, nv in ((1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4), (4, 2), (6, 2), (4, 4), (6, 4), (8, 4)):
     if 64 % (nv * running_lanes(isa)) == 0:
-        run = make_product(isa, mr, nv)
-        shapes[mr, nv] = measure(run, q.astype(first_operand), pack(isa, k, nv))
+        for offset in (0, 16, 32) if (mr, nv) == ship else (0,):           # where K starts: see "Alignment"
+            runs[mr, nv, offset] = make_product(isa, mr, nv), q.astype(first_operand), pack(isa, k, nv, offset)
+turns = [{case: measure(*run) for case, run in runs.items()} for _ in range(5)]
+speeds = {case: float(np.median([turn[case] for turn in turns])) for case in runs}
+shapes = {(mr, nv): speeds[mr, nv, offset] for mr, nv, offset in runs if not offset}
 loads, need = zip(*(answer_of("06.1")(*shape) for shape in shapes), strict=True)
 table(["tile", "sums", "registers", "loads per dot", "GOP/s", "share of the INT8 peak"],
       [[f"{mr} x {nv}", mr * nv, n, x, speed_, f"{1e11 * speed_ / peak.int8:.0f} %"]
@@ -235,7 +238,8 @@ print(f"{count.dots} dots and {count.loads} loads: {count.loads / count.dots:g} 
 # %% [markdown]
 # ## Did 8 x 4 spill?
 #
-# Its 32 sums leave no register for an operand. So some of them must be kept on the stack, and the machine code shows it:
+# Its 32 sums leave none of 32 registers for an operand. So some of them must be kept on the stack, and the machine code shows it. (With
+# 16 registers the 24 sums of 6 x 4 are too many as well.)
 
 # %%
 def one_tile(mr, nv):
@@ -273,14 +277,12 @@ else:
 # %% [markdown]
 # ## Alignment
 #
-# One more thing matters: the address at which K starts. A cache line is 64 bytes, and so is a 512-bit vector: if K starts 16 bytes after the start of a
-# line, *every* load of K touches two lines. NumPy aligns arrays to 16 bytes, not to 64.
+# On some cores the address at which K starts matters as well. The table says whether it does here. A cache line is 64 bytes. If K starts
+# 16 bytes after the start of a line, *every* load of 64 bytes (a vector of 512 bits) touches two lines; of loads of 32 bytes, every
+# second one does. NumPy aligns arrays to 16 bytes, not to 64.
 
 # %%
-ship = (6, VECTOR_ISAS[isa].nv)
-run = make_product(isa, *ship)
-turns = [{offset: measure(run, q.astype(first_operand), pack(isa, k, ship[1], offset)) for offset in (0, 16, 32)} for _ in range(5)]
-placed = {offset: float(np.median([turn[offset] for turn in turns])) for offset in turns[0]}
+placed = {offset: speeds[(*ship, offset)] for offset in (0, 16, 32)}
 table(["first byte of K", "GOP/s", "share of the INT8 peak"],
       [[f"64 n + {offset}", x, f"{1e11 * x / peak.int8:.0f} %"] for offset, x in placed.items()])
 
@@ -288,24 +290,23 @@ table(["first byte of K", "GOP/s", "share of the INT8 peak"],
 # ## From a few per cent to most of the peak
 
 # %%
-climb = speed | {f"tile {mr} x {nv}": shapes[mr, nv] for mr, nv in shapes} | {
-    f"{ship[0]} x {ship[1]}, K at 64 n": placed[0], f"{ship[0]} x {ship[1]}, K at 64 n + 16": placed[16]}
+climb = speed | {f"tile {mr} x {nv}": shapes[mr, nv] for mr, nv in shapes} | {f"{ship[0]} x {ship[1]}, K at 64 n + 16": placed[16]}
 fig, ax = figure(width=9, height=5.6)
 ax.set_title("Q.K^T of bytes in the caches, one core")
 bars(ax, climb, "GOP/s", (f"measured INT8 peak ({isa})", peak.int8 / 1e9), digits=0)
 
 # %% [markdown]
-# What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile whose sums, operands and broadcast word fit the registers. Where 4 x 4 is
-# as fast as 6 x 4 in this table, the table does not decide between them; chapter 24 compares the two in the whole kernel.
-# The bars of the last two rows are medians of five turns in which the places of K alternate, so that the place is the only
-# difference between them. What keeps the tile from the peak? One part is the start and the end of a tile: setting the sums to 0 and storing
-# them. With 32 channels instead of 128 the loop is a quarter as long, so they weigh four times as much:
+# What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile whose sums, operands and broadcast word fit the registers. Where a tile
+# of 4 rows is as fast as the shipped one in this table, the table does not decide between them; chapter 24 compares the two in the whole
+# kernel. All tiles were timed in turns, and every bar of a tile is the median of five turns, so that the speed of the machine is the same
+# for all. What keeps the tile from the peak? One part is the start and the end of a tile: setting the sums to 0 and storing them. With 32
+# channels instead of 128 the loop is a quarter as long, so they weigh four times as much:
 
 # %%
 few_q, few_k = q[:, :32].copy(), k[:, :32].copy()
 exact = few_q[432:].astype(np.int64) @ few_k[448:].T.astype(np.int64)
 work //= 4
-short_tile = measure(run, few_q.astype(first_operand), pack(isa, few_k, ship[1]))
+short_tile = measure(make_product(isa, *ship), few_q.astype(first_operand), pack(isa, few_k, ship[1]))
 print(f"32 channels: {1e11 * short_tile / peak.int8:.0f} % of the peak, 128 channels: {1e11 * placed[0] / peak.int8:.0f} %")
 
 # %% [markdown]

@@ -10,7 +10,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Do all four steps for one tile before the next, so that its scores never leave the cache.
 # >
-# > **Where you are:** CPU path, stop 5 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → **07** → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# > **Where you are:** CPU path, stop 6 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [03](03_int8.ipynb) → [06](06_register_tile.ipynb) → **07** → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
 # > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [02](02_tiling.ipynb), [06](06_register_tile.ipynb).
 # >
@@ -76,9 +76,10 @@ shown(ladder_int8.make_unfused, "tiles, blocks = x.shape", "values(p[tile, b]")
 
 # %% [markdown]
 # Now fused. Only the order of the loops differs: the loop over key blocks `c` is outside, the four parts are inside. `x` and `p` hold the
-# scores and weights of one tile and one block, and every turn uses them again. The other names, here and above: `octave` is the maximum of
-# each row in this block, rounded up to a power of two (chapter 04 says why), `total` the sum of its weights, `m` and `l` are chapter 01's,
-# `HIDDEN` is a score whose weight is 0 (a key after the end or hidden by a mask), `UNSEEN` the m of a row that has attended to no key.
+# scores and weights of one tile and one block, and every turn uses them again. The other names, here and above: `octave` is the maximum
+# of each row in this block, rounded up to a whole number of octaves, so that 2**octave is a power of two (chapter 04 says why), `total`
+# the sum of its weights, `m` and `l` are chapter 01's, `HIDDEN` is a score whose weight is 0 (a key after the end or hidden by a mask),
+# `UNSEEN` the m of a row that has attended to no key.
 
 # %%
 shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
@@ -130,8 +131,9 @@ table(["kernel", "ms", "GOP/s", "share of the INT8 peak", "MiB of scores and wei
 print(f"unfused takes {seconds['unfused'] / seconds['fused']:.2f} times as long as fused")
 
 # %% [markdown]
-# The gain is what the trips of scores and weights cost on this machine: 3 bytes for each of L x L scores go to memory and come back. On a
-# GPU, whose arithmetic is hundreds of times faster and whose memory is not, the same step decides everything (chapter 00's table).
+# The gain is what the trips of scores and weights cost on this machine: 3 bytes for each of L x L scores are written to a cache further
+# away, or to memory, and read again. On a GPU, whose arithmetic is hundreds of times faster and whose memory is not, the same step
+# decides everything (chapter 00's table).
 #
 # ## Where the time goes now
 #
@@ -187,12 +189,12 @@ for rung, t in climbed:
 table(["rung", "name", "change", "ms", "times the previous", "times naive", "share of its peak"], lines)
 
 # %% [markdown]
-# Read the column "times the previous". Tiling alone brings little on this core, because memory was not the limit (chapters 00 and 02). The
-# large step is rung 5: bytes instead of floats, and sums that stay in registers. A kernel between rungs 4 and 5 shows what each of the two
-# brings: the shipped float32 kernel (`numflash.attention`) has register tiles but no bytes, though it is fused too. On the same kind of machine, timed in
-# turns with rungs 4 and 5 (2026-11-23, L = 1024, one thread, medians of three runs): rung 4 takes 14.5 ms, the float32 kernel 3.8, rung 5 1.56.
-# So register tiles bring a factor of about 3.9, and bytes about 2.4. Fusion keeps what rung 5 won when the scores no longer fit
-# the caches; at L = 1024 they nearly do, at L = 4096 they do not (the table above). The share of rung 8 counts visible work only.
+# Read the column "times the previous". Tiling alone brings little on this core, because memory was not the limit (chapters 00 and 02).
+# The large step is rung 5: bytes instead of floats, and sums that stay in registers. A kernel between rungs 4 and 5 shows what each of
+# the two brings: the shipped float32 kernel (`numflash.attention`) has register tiles but no bytes, though it is fused too. On the same
+# kind of machine, timed in turns with rungs 4 and 5 (2026-11-23, L = 1024, one thread, medians of three runs): rung 4 takes 14.5 ms, the
+# float32 kernel 3.8, rung 5 1.56. So register tiles bring a factor of about 3.8, and bytes about 2.4. Fusion keeps what rung 5 won when
+# the scores no longer fit the second-level cache (3 MiB at L = 1024, 48 MiB at 4096). The share of rung 8 counts visible work only.
 #
 # The same step can be predicted for a machine that is not here. The package has a model of the A64FX, the processor of the Fugaku computer
 # (`numflash estimate unfused` and `numflash estimate attention`; nothing was measured there). Unfused, the model's product Q K^T loses

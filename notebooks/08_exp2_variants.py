@@ -18,7 +18,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Optional study: what an exponential costs beside a product, on this machine.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 40 minutes to read, 15 for the exercises. **Before it:** [04](04_fixed_point.ipynb), [06](06_register_tile.ipynb).
 # >
@@ -37,7 +37,8 @@ import inspect
 import numpy as np
 
 from numflash.course import COLOURS, answer_of, bars, check, figure, table
-from numflash.cpu.study import exp2_benchmark, exp2_values
+from numflash.cpu.isa.isas import running_lanes
+from numflash.cpu.study import exp2_benchmark, exp2_values, ladder
 from numflash.cpu.study.registers import aligned
 from numflash.machinecode import assembly, codegen
 from numflash.measure.timing import best_time
@@ -147,15 +148,19 @@ def loop_over_keys(kernel, signature):
 inner = {"fused": loop_over_keys(exp2_values.make_fused("accurate", "memory"), SCORES),
          "fused4": loop_over_keys(exp2_values.make_fused4("accurate", "memory"), SCORES),
          "gemm": loop_over_keys(exp2_values.gemm, MATRICES)}
-table(("loop", "instructions", "multiply-adds", "instructions for one", "of the peak, M = 4, Nc = 64"),
-      [(KERNELS[name], len(loop), multiply_adds(loop), len(loop) / multiply_adds(loop), f"{share(name, 4, 64):.0f} %")
+wide = "".join(inner["gemm"])
+lanes = 16 if "zmm" in wide else 8 if "ymm" in wide else running_lanes(ladder.vector_isa())
+one_key = 4 * 64 // lanes                                  # multiply-adds of the product; the polynomial of exp2 has some too
+of_product = {name: multiply_adds(loop) // one_key * one_key for name, loop in inner.items()}
+table(("loop", "instructions", "multiply-adds", "of the product", "instructions for one of these", "of the peak, M = 4, Nc = 64"),
+      [(KERNELS[name], len(loop), multiply_adds(loop), of_product[name], len(loop) / of_product[name], f"{share(name, 4, 64):.0f} %")
        for name, loop in inner.items()])
 print("the product alone:", assembly.histogram(inner["gemm"]))
 
 # %% [markdown]
-# One key at a time pays a whole exp2 for four weights. Four keys pay it for sixteen, and then the count is close to that of the
-# product alone, but the speed is not: how long instructions wait for one another, counting does not show. Two passes keep the
-# exponentials out of this loop.
+# One key at a time pays a whole exp2 for four weights. Four keys pay it for sixteen, and then the count is nearer to that of the product
+# alone, but the speed is not: how long instructions wait for one another, counting does not show. Two passes keep the exponentials out of
+# this loop.
 #
 # And what does the product alone lack of the peak? Time two lengths to tell its loop from the rest of the call:
 

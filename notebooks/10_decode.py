@@ -14,7 +14,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** One new token reads the whole cache once: bytes decide, and the keys are what can be split.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 40 minutes to read, 25 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [09](09_threads_causal_gqa.ipynb).
 # >
@@ -57,8 +57,8 @@ def normal(*shape):
 #
 # Qwen 0.5B has 14 query heads and 2 heads of K and V, D = 64.
 #
-# **Exercise 1.** How many megabytes (10^6) of float16 keys and values does one layer hold for 1024 tokens: with its 2 KV heads,
-# and if one stored K and V for all 14 query heads?
+# **Exercise 1.** A core reads 20 GB/s from memory. How many microseconds does the attention of one layer take for one token, with 1024
+# tokens of float16 keys and values in the cache: with its 2 KV heads, and if one stored K and V for all 14 query heads?
 
 # %% tags=["exercise"]
 answer = ...                                               # (with 2 heads, with 14 heads)
@@ -98,8 +98,8 @@ print(f"to keep the float32 units busy at 1 operation per byte: {roof().float32 
 # %% [markdown]
 # ## The split
 #
-# Attention over all keys of a head is one job. 2 heads are 2 jobs, and 64 cores would mostly wait. FlashDecoding (2023) divides
-# the keys: each worker takes a part and leaves (o, m, l): its sum that is not divided, its maximum, its row sum.
+# Attention over all keys of a head is one job. 2 heads are 2 jobs, and 64 cores would mostly wait. FlashDecoding (2023) divides the keys:
+# each worker takes a part and leaves the state (m, l, o) of chapter 01: its maximum, its row sum, its sum of values that is not divided.
 
 # %%
 print(inspect.getsource(split_decode.split.py_func))
@@ -125,23 +125,25 @@ print(f"divided by the sum of the shares, the error is {np.abs(divided - exact).
 assert np.abs(divided - exact).max() < 1e-6 and np.abs(undivided).sum() > 2 * np.abs(exact).sum()
 
 # %% [markdown]
-# **Exercise 2.** Write `merge` for two parts: `o` (D,), and the numbers `m` and `l`, with maxima in octaves (powers of two). It returns a
-# part (o, m, l) of the same kind, so that parts can be merged in any grouping; nothing is divided yet. A part without keys has m = -inf and l = 0.
+# **Exercise 2.** Write `merge` for two states `(m, l, o)`: the numbers `m` (in octaves: weights are powers of two) and `l`, and `o` (D,).
+# It returns a state of the same kind, so that parts can be merged in any grouping; nothing is divided yet. It is chapter 01's `merge` for
+# any parts: a part without keys has m = -inf, l = 0 and o = 0, and both may be without keys.
 
 # %% tags=["exercise"]
-def merge(o_a, m_a, l_a, o_b, m_b, l_b):
+def merge(a, b):
     return ...
 
 
 check("10.2", merge)
 
 # %% [markdown]
-# **Exercise 3.** Now the kernel: write `decode` for one query `q` (D,) against keys `k` (S, D) and values `v` (S, Dv), with
-# scores `k @ q` in octaves (weights are 2**score). Cut the keys into `splits` parts, compute (o, m, l) of each part, merge them
-# by exercise 2, and divide once. It must work with more splits than keys.
+# **Exercise 3.** Now the kernel: write `decode` for one query `q` (D,) against keys `k` (S, D) and values `v` (S, Dv), with scores
+# `k @ q` in octaves (weights are 2**score). Cut the keys into `splits` parts, compute (m, l, o) of each part, merge them by `merge`,
+# which is that of exercise 2, and divide once. It must work with more splits than keys. The check counts the merges: n parts that have
+# keys are merged n - 1 times.
 
 # %% tags=["exercise"]
-def decode(q, k, v, splits):
+def decode(q, k, v, splits, merge):
     return ...
 
 
@@ -202,9 +204,9 @@ print("without the test, head 2 would be", untested[:4])
 assert not np.isfinite(untested).all()
 
 # %% [markdown]
-# In float16 there is far less room: the largest number is 65504, so exp overflows at a distance of 11.1 (16 octaves). The study
-# kernel works in float32 and allows 64 octaves. What does it gain on a processor? The maximum is one comparison per score,
-# beside 2 D operations for its dot product and value:
+# In float16 there is far less room: the largest number is 65504, so exp overflows at a distance of 11.1 (16 octaves). The study kernel
+# works in float32 and allows 64 octaves. What does it gain on a processor? The maximum is one comparison per score, beside 4 D operations
+# for its dot product and value:
 
 # %%
 assert np.log(65504.0) < 11.1 < np.log(65504.0) + 0.02
@@ -245,9 +247,10 @@ print("INT8 decode has the bits of the model:", same)
 # %% [markdown]
 # ## Four bits
 #
-# If the number of bytes decides, why not half as many? With 4 bits a number has 15 levels (-7 to 7; the sixteenth, -8, is not used), and one scale serves a row of K: its largest entry takes the last
-# level, and all others share the rest. Keys of real models have a few channels that are much larger than the others (chapter 03's picture), and
-# then most channels are rounded to two or three levels.
+# If the number of bytes decides, why not half as many? With 4 bits a number has 15 levels (-7 to 7; the sixteenth, -8, is not used), and
+# one scale serves a row of K: its largest entry takes the last level, and all others share the rest. In some models a few channels of K
+# are many times larger than the others; then most channels are rounded to two or three levels. MiniLM's keys are not like that, so the
+# second row below makes one channel ten times as large.
 #
 # The remedy is to *rotate*. Multiply each row of K, and each query, by the same orthogonal matrix R. All scores stay the same, because
 # (R q) . (R k) = q . k. But every entry of R k is a mixture of all channels of k, so a large channel is spread over all of them. A

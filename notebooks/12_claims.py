@@ -15,7 +15,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Check a figure with the arithmetic that it rests on.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 45 minutes to read, 15 for the exercises. **Before it:** [07](07_fused.ipynb), [10](10_decode.ipynb).
 # >
@@ -77,7 +77,7 @@ assert int8_core == 512 and 1850 / float_core > 14
 
 # %%
 fused = TILINGS["a64fx-fused-48x64"]
-print(fused.explain(128))
+print("\n".join(line for line in fused.explain(128).splitlines() if "% of" not in line))
 fused_kib = sum(fused.working_set(128).values()) / 1024
 claim("fused", "working set, KiB", 46, fused_kib)
 claim("fused", "with V in float32, as its FMLA kernel needs, KiB", 46, fused_kib + 3 * 64 * 128 / 1024)

@@ -261,10 +261,11 @@ assert np.allclose(y, x.sum(0), atol=1e-4)
 print("first sums:", y[:4])
 
 # %% [markdown]
-# **Exercise 3.** Your first kernel with shared memory. One block of 64 threads computes the scores `out` (64, 64) = q . k^T of
-# `q` and `k` (64, 32), float32. Thread t owns row t of `out`. Bring K into shared memory once, so that each number of q and k is
-# loaded from global memory once. Thread t needs its row of q for every key, so keep it: `cuda.local.array(32, np.float32)` makes
-# an array that each thread has for itself, in its registers. The check runs your kernel under four schedules and counts its loads.
+# **Exercise 3.** Your first kernel with shared memory. One block of 64 threads computes the scores `out` (64, 64) = q . k^T of `q` and
+# `k` (64, 32), float32. Thread t owns row t of `out`. Bring K into shared memory once, so that each number of q and k is loaded from
+# global memory once. Thread t needs its row of q for every key, so keep it: `cuda.local.array(32, np.float32)` makes an array that each
+# thread has for itself. It stays in registers only if every index is known at compile time (loops of fixed length). Otherwise it is in
+# slow local memory. The check runs your kernel under four schedules and counts its loads.
 
 # %% tags=["exercise"]
 def score_tile(q, k, out):
@@ -286,7 +287,7 @@ def resident(registers):
     return 65536 // (-(-registers // 8) * 8 * 32) * 32
 
 
-table(["registers per thread", "threads per SM", "warps"], [[n, min(2048, resident(n)), min(64, resident(n) // 32)]
+table(["registers per thread", "threads per SM (sm_80, sm_90)", "warps"], [[n, min(2048, resident(n)), min(64, resident(n) // 32)]
                                                             for n in (32, 64, 128, 168, 255)])
 table(["architecture", "shared memory of a block, KB"], [[name, nbytes >> 10] for name, (_, nbytes) in ARCHITECTURES.items()])
 assert resident(32) == 2048 and resident(255) == 256

@@ -131,8 +131,8 @@ for n, per_warp in (("7a", 16), ("7b", 32)):
 print("bytes of K and V per product:", {n: answer_of("16.2")(r) for n, r in (("7a", 16), ("7b", 32), ("64 rows", 64))})
 
 # %% [markdown]
-# With 64 rows per warp it would be half again, but scores and outputs alone would be 256 registers, more than a thread has
-# (255). In rung 8 (chapter 17) the products read shared memory without going through registers.
+# With 64 rows per warp it would be halved once more, to 64 bytes, but scores and outputs alone would be 256 registers, more than a thread
+# has (255). In rung 8 (chapter 17) the products read shared memory without going through registers.
 #
 # ## The least time on a card
 #

@@ -340,7 +340,7 @@ else:
 
 # %%
 fig, axes = figure(2, width=11, height=3.6, width_ratios=(1.5, 1))
-rules = {"rung 8": (False, 1), "rung 9a": (True, 1), "rung 9b": (True, 2)}
+rules = {"rung 8,\none warpgroup": (False, 1), "rung 9a,\none warpgroup": (True, 1), "rung 9b,\ntwo warpgroups": (True, 2)}
 for n, (overlap, groups) in enumerate(rules.values()):
     for unit, g, start, width, label in timeline(overlap, groups, 4 // groups, share[64])[0]:
         colour = (("#B7D3E8", "#E69F00"), ("#0072B2", "#F0E442"))[g][unit]

@@ -11,7 +11,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Integer sums have one result in any order, so CPU and GPU give the same bits.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 20 minutes to read, 15 for the exercises. **Before it:** [03](03_int8.ipynb), [16](16_flash_attention_2.ipynb).
 # >

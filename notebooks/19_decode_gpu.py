@@ -13,7 +13,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** A cache on the card: count every byte that a step moves.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [10](10_decode.ipynb), [16](16_flash_attention_2.ipynb).
 # >
@@ -177,7 +177,9 @@ for splits in (2, 3):
 table(["splits", "blocks", "bytes read of the cache and queries", "bytes of the parts", "bytes the merge reads"], costs)
 
 # %% [markdown]
-# What a split costs, written and read again, beside the cache's own bytes, with the T4's number of splits:
+# The last column: the merge has 512 threads, and each reads, for each split, 16 bytes of O and 24 of m and l of its two rows (m twice:
+# once to find the maximum, once to weigh). With 2 splits that is 512 x 40 x 2 = 40 960. # What a split costs, written and read again,
+# beside the cache's own bytes, with the T4's number of splits:
 
 # %%
 each = (costs[1][3] + costs[1][4] - costs[0][3] - costs[0][4])             # bytes per split, from the two rows above

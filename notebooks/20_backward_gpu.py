@@ -13,7 +13,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Two passes, each sum with one owner: no atomics, the same bits every time.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [11](11_backward.ipynb), [16](16_flash_attention_2.ipynb).
 # >

@@ -11,7 +11,7 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Keys travel around a ring; two partial results merge exactly.
 # >
-# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
 # > **Time:** 15 minutes to read, 10 for the exercises. **Before it:** [01](01_online_softmax.ipynb).
 # >
@@ -49,8 +49,9 @@ whole = numflash.attention(query, key, value, impl="reference")
 # %% [markdown]
 # ## The ring by hand
 #
-# Four ranks in a row; at step t rank r holds the keys of rank r - t. Each partial result comes with its log-sum-exp, and
-# `merge_states` weighs the two by e^lse. Step through it; then the same in code. The state before the first step is that of no keys: output 0, log-sum-exp minus infinity.
+# Four ranks in a row; at step t rank r holds the keys of rank r - t (modulo 4). Each partial result comes with its log-sum-exp, and
+# `merge_states` weighs the two by e^lse. Step through it; then the same in code. The state before the first step is that of no keys:
+# output 0, log-sum-exp minus infinity.
 
 # %% tags=["drawing"]
 drawings.ring_of_ranks()

@@ -13,9 +13,9 @@
 # %% [markdown] tags=["map"]
 # > **The idea:** Change a tile of the shipped kernel: other time, the same bits.
 # >
-# > **Where you are:** CPU path, stop 7 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → **24**
+# > **Where you are:** CPU path, stop 8 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [03](03_int8.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → **24**
 # >
-# > **Time:** 20 minutes to read, 30 for the exercises. **Before it:** [02](02_tiling.ipynb), [07](07_fused.ipynb).
+# > **Time:** 20 minutes to read, 30 for the exercises. **Before it:** [02](02_tiling.ipynb), [03](03_int8.ipynb), [07](07_fused.ipynb).
 # >
 # > **Terms:** [tile](../docs/glossary.md#tile), [working set](../docs/glossary.md#working-set), [equal bits](../docs/glossary.md#equal-bits), [register tile](../docs/glossary.md#register-tile).
 # >
@@ -33,15 +33,12 @@ import numpy as np
 
 import numflash
 from numflash import tiling
-from numflash.course import answer_of, check, figure, roof, rounds, table, yours_or
+from numflash.course import answer_of, check, figure, quantised, roof, rounds, table, yours_or
 from numflash.cpu import launch
 from numflash.cpu.study import ladder
 from numflash.jit.threads import limit
-from numflash.numerics.quantization import quantize_problem
-from numflash.validation import describe
-from numflash.validation.options import Options
 
-isa = ladder.vector_isa()
+isa = ladder.vector_isa()                                # where there is AMX, calls use another kernel: chapter 06
 named = tiling.tiling(isa)
 caches = tiling.Caches.of_this_machine()
 print(named.explain(128))
@@ -53,22 +50,23 @@ print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.level
 # The kernel takes `block_q` query rows at a time and goes through all keys in blocks of 128. Every tile of rows reads all of K and V once, as
 # bytes. They come from the second-level cache, or from further away if they do not fit there.
 #
-# **Exercise 1.** How many bytes of K and V does the kernel read in all, for `length` queries and keys of `d` channels, with tiles of `block_q`
-# rows? (One head; a byte per number; the last tile may be smaller but reads all keys too. A machine that has only AVX2 has no dot
-# instruction for bytes and keeps 2 bytes per number: there the true figure is twice as large.)
+# **Exercise 1.** How many milliseconds does it take to read K and V in all, for `length` queries and keys of `d` channels, with tiles of
+# `block_q` rows, if they come at 32 bytes a nanosecond? (One head; a byte per number; the last tile may be smaller but reads all keys
+# too. A machine that has only AVX2 has no dot instruction for bytes and keeps 2 bytes per number: there the true figure is twice as
+# large.)
 
 # %% tags=["exercise"]
-def kv_bytes(length, d, block_q):
+def kv_milliseconds(length, d, block_q):
     return ...
 
 
-check("24.1", kv_bytes)
+check("24.1", kv_milliseconds)
 
 # %% [markdown]
-# Now the other side. A larger tile needs more room: O (float32), scores and weights of all its rows. Here are both for a few sizes. Before you
-# read on, write down which size you expect to be the fastest, and by how much. Two facts to reckon with: a core reads tens of bytes per
-# nanosecond from its second-level cache, and the arithmetic takes the same time in every row of this table. (A MiB at 32 bytes a nanosecond
-# takes 0.03 ms: compare that with the time of the products, which is printed below the table.)
+# Now the other side. A larger tile needs more room: O (float32), scores and weights of all its rows. Here are both for a few sizes.
+# Before you read on, write down which size you expect to be the fastest, and by how much. Two facts to reckon with: a core reads tens of
+# bytes per nanosecond from its second-level cache, and the arithmetic takes the same time in every row of this table. (Compare your
+# milliseconds with the time of the products, which is printed below the table.)
 
 # %%
 length, d = 1024, 128
@@ -80,8 +78,8 @@ for block_q in SIZES:
     with tiling.using(isa, block_q=block_q) as t:
         need = sum(t.working_set(d).values())
     read = answer_of("24.1")(length, d, block_q)
-    lines.append([block_q, f"{read / 2**20:.1f}", f"{need / 1024:.0f}", "L1" if need <= caches.l1 else "L2" if need <= caches.l2 else "further"])
-table(["block_q", "MiB of K and V read", "working set, KiB", "fits"], lines)
+    lines.append([block_q, f"{read * 32e6 / 2**20:.1f}", f"{read:.3f}", f"{need / 1024:.0f}", "L1" if need <= caches.l1 else "L2" if need <= caches.l2 else "further"])
+table(["block_q", "MiB of K and V read", "ms at 32 bytes a ns", "working set, KiB", "fits"], lines)
 print(f"at the INT8 peak the products alone take {1e3 * work / peak.int8:.2f} ms")
 
 # %% [markdown]
@@ -90,9 +88,9 @@ print(f"at the INT8 peak the products alone take {1e3 * work / peak.int8:.2f} ms
 # `tiling.using(isa, block_q=96)` is a context manager: calls within it use a kernel with this size. The first call compiles it (some seconds), the
 # next ones find it in memory or on the disk.
 #
-# **Exercise 2.** Write `sweep`. For each size, within `using(block_q=size)`, call `run()`, which returns (seconds, output). Return a dictionary
-# of size: (seconds, output). (Your function is the one that runs, once it is right. The cell after it defines `run` and `using`: `describe` checks the arguments, `quantize_problem` rounds Q, K
-# and V to bytes once, before the timing, and `launch.run` calls the kernel.)
+# **Exercise 2.** Write `sweep`. For each size, within `using(block_q=size)`, call `run()`, which returns (seconds, output). Return a
+# dictionary of size: (seconds, output). (Your function is the one that runs, once it is right. The cell after it defines `run` and
+# `using`: `quantised` rounds Q, K and V to bytes once, before the timing, and `launch.run` calls the kernel.)
 
 # %% tags=["exercise"]
 def sweep(sizes, run, using):
@@ -104,7 +102,7 @@ check("24.2", sweep)
 # %%
 rng = np.random.default_rng(0)
 query, key, value = (rng.standard_normal((1, 1, length, d), np.float32) for _ in range(3))
-problem = quantize_problem(describe(query, key, value, Options(), "int8"))
+problem = quantised(query, key, value)
 
 
 def run():
@@ -165,7 +163,7 @@ assert all(np.array_equal(out, first) for _, out in tiles.values())
 
 # %%
 best = min(seconds for seconds, _ in swept.values())
-model = {n: best + (answer_of("24.1")(length, d, n) - answer_of("24.1")(length, d, SIZES[-1])) / 32e9 for n in SIZES}
+model = {n: best + (answer_of("24.1")(length, d, n) - answer_of("24.1")(length, d, SIZES[-1])) / 1e3 for n in SIZES}
 fig, ax = figure(width=8, height=3.6)
 ax.plot(SIZES, [1e3 * swept[n][0] for n in SIZES], label="measured")
 ax.plot(SIZES, [1e3 * model[n] for n in SIZES], label="model: arithmetic + K and V from L2")
@@ -182,7 +180,7 @@ _ = ax.legend(fontsize=9)
 #
 # ## Invent a score
 #
-# Last, change the mathematics. `numflash.flex_attention` takes a function that changes each score, and compiles it into the same float kernel.
+# Last, change the scores. `numflash.flex_attention` takes a function that changes each score, and compiles it into the same float kernel.
 #
 # **Exercise 4.** Write a score function that takes 0.1 per position of distance: the score of query i and key j becomes score - 0.1 * |i - j|.
 # `q_idx` and `kv_idx` are the positions; `abs`, `np.abs` and arithmetic work on them.
@@ -220,8 +218,8 @@ else:
 # %% [markdown]
 # A float16 has 11 bits, so the results agree to about three decimal places; the function is the same one.
 #
-# You have now changed the loop, the tiles and the mathematics of this kernel, and checked each change. The source files in the order in which
-# to read them are listed in [the course's overview](../docs/course.md).
+# You have now changed the tiles and the scores of this kernel, and checked each change. The source files in the order in which to read
+# them are listed in [the course's overview](../docs/course.md).
 #
 # The next cell checks the claims of this page. You can skip it.
 

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import njit
 
 from numflash.course import drawings, exercises, lessons, moving, widgets
-from numflash.course.answers import c00, c01, c10, c13, c15, c23
+from numflash.course.answers import c00, c01, c02, c10, c13, c15, c23
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -207,16 +208,26 @@ def test_a_transpose_is_judged_by_what_it_needs(sectors, conflicts, size, said, 
 def test_split_decode_must_split():
     """The same numbers from all keys at once are no answer; the solution is one."""
 
-    def at_once(q, k, v, splits):
+    def at_once(q, k, v, splits, merge):
         s = k @ q
         p = 2.0 ** (s - s.max())
         return p @ v / p.sum()
 
-    assert "a part has 64 keys" in c10._split_decode(at_once)
-    decode = solved("10.3", "decode", merge=c10.merge)
+    def in_blocks_of_its_own(q, k, v, splits, merge):
+        return decode(q, k, v, 4, merge)
+
+    def all_for_show(q, k, v, splits, merge):
+        for n in range(1, min(splits, len(k))):
+            merge((0.0, 1.0, v[0]), (0.0, 1.0, v[n]))
+        return at_once(q, k, v, splits, merge)
+
+    decode = solved("10.3", "decode")
+    assert "0 pairs of states that have keys; 4 parts are 3 merges" in c10._split_decode(at_once)
+    assert "`merge` was called for 3 pairs" in c10._split_decode(in_blocks_of_its_own)
+    assert "a part has 64 keys" in c10._split_decode(all_for_show)
     assert c10._split_decode(decode) == ""
     assert c10._split_decode(lambda *x: decode(*x).astype(np.float32)) == ""
-    assert "return" in c10._split_decode(lambda q, k, v, splits: None)
+    assert "return" in c10._split_decode(lambda q, k, v, splits, merge: None)
 
 
 def solved(number, name, **names):
@@ -228,6 +239,11 @@ def solved(number, name, **names):
 
 def in_float32(given):
     return [x.astype(np.float32) if isinstance(x, np.ndarray) else x for x in given]
+
+
+def weighted_rows(weighted, q, k, v, scale, *_):
+    """Attention a row at a time, with all of its scores."""
+    return np.concatenate([weighted(row[None] @ k.T * np.float32(scale), v) for row in q])
 
 
 def test_tiled_attention_must_not_keep_all_scores():
@@ -247,6 +263,8 @@ def test_tiled_attention_must_not_keep_all_scores():
     for name, answer in whole.items():
         assert "kB are in use at a time" in c01._tiled(answer), name
     tiled = solved("01.3", "tiled_attention")
+    one_by_one = c01._tiled(lambda *x: weighted_rows(weighted, *x))
+    assert "64 queries and 32768 keys" in one_by_one and "loop over key blocks" in one_by_one
     assert c01._tiled(tiled) == "" and c01._tiled(lambda *x: tiled(*in_float32(x))) == ""
     assert "one tile of rows" in c01._tiled(lambda q, k, v, s, a, b: tiled(q, k, v, s, a, len(k)))
 
@@ -263,12 +281,21 @@ REFUSED = [  # (exercise, an answer that is right for some sizes only, or does i
         part(b) for b in range(blocks - 1) for part in (m.scores, m.softmax, m.merge, m.values)]),
     ("17.3", lambda n: (65536 - 128 * n) // 256 // 8 * 8),
     ("24.3", lambda mr, nv: mr * nv + nv + 1 < 32),
+    ("10.2", lambda a, b: (
+        max(a[0], b[0]), *(a[n] * 2.0 ** (a[0] - max(a[0], b[0])) + b[n] * 2.0 ** (b[0] - max(a[0], b[0]))
+                           for n in (1, 2)))),
+    ("21.1", lambda a, x, b, y: (
+        np.exp(x)[:, None] * a + np.exp(y)[:, None] * b) / (np.exp(x) + np.exp(y))[:, None]),
+    ("02.1", 58.0),
+    ("22.3", (4, 0.04)),
+    ("08.3", lambda exp2, product, d, share: 1.01 * d * exp2 / (share * product)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("number", "answer"), REFUSED, ids=[x[0] for x in REFUSED])
 def test_nearly_right_is_wrong(number, answer, capsys):
-    check(number, answer)
+    with np.errstate(over="ignore", invalid="ignore"):
+        check(number, answer)
     assert answers[-1].verdict == "wrong", answers[-1]
 
 
@@ -281,6 +308,25 @@ def test_the_formula_for_one_traced_size_is_wrong():
     given = traced(1), traced(16)
     assert c00._by_the_traces(c00.bytes_of_k_and_v, *given) == ""
     assert "length 192" in c00._by_the_traces(lambda length, d, q: 96 * 96 * 16 * 8 // q, *given)
+
+
+def test_a_kernel_must_be_compiled_and_right():
+    """Chapter 02's kernel: in the interpreter, with float64 sums, without a shrink, not typed."""
+    right = solved("02.4", "compiled_tiled", kernel=lambda function: function)
+    assert "not compiled" in c02._compiled(right)
+    assert c02._compiled(njit(right)) == ""
+    assert c02._compiled(lambda *given: None) == "open"
+
+    @njit
+    def one_query(q, k, v, scale, out):
+        out[:] = v[0]
+
+    @njit
+    def untyped(q, k, v, scale, out):
+        out[0, 0] = "zero"
+
+    assert "48 queries, 64 keys" in c02._compiled(one_query)
+    assert "it does not compile" in c02._compiled(untyped)
 
 
 def test_a_sweep_may_not_pass_a_size_by_its_place():
@@ -297,10 +343,58 @@ def test_a_sweep_may_not_pass_a_size_by_its_place():
     assert answers[-1].verdict == "raised"
 
 
-@pytest.mark.parametrize(("number", "answer"), [("10.1", (0.524, 3.67)), ("22.3", (4, 0.031))])
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [
+        ("02.1", 58.8),
+        ("10.1", (26.2, 184)),
+        ("22.3", (4, 0.03)),
+        ("08.3", lambda exp2, product, d, share: -(-d * exp2 // (share * product) // 10) * 10),
+    ],
+)
 def test_rounded_answers_are_right(number, answer, capsys):
     check(number, answer)
     assert answers[-1].verdict == "right"
+
+
+@pytest.mark.parametrize(
+    ("number", "given", "answer", "said"),
+    [
+        ("00.3", ([(), (0, 2, 0, 1)],), "The arithmetic", 'allowed: "memory", "arithmetic"'),
+        ("03.2", (), "Channels", 'allowed: "row", "channel"'),
+        ("20.4", (), [256], "give one number, without brackets"),
+    ],
+)
+def test_an_answer_of_another_form_is_told_the_form(number, given, answer, said, capsys):
+    check(number, answer, *given)
+    assert answers[-1].verdict == "wrong" and said in capsys.readouterr().out
+
+
+JUDGED = {  # judges of functions of Python, with what their chapters pass to `check`
+    "00.2": [SimpleNamespace(arrays=dict.fromkeys("kv", SimpleNamespace(misses=1)), line=64)] * 2,
+    "01.3": (),
+    "06.4": (),
+    "10.3": (),
+    "22.1": (np.array([0.5, 0.25]),),
+    "24.2": (),
+    "24.4": (),
+}
+
+
+@pytest.mark.parametrize("number", JUDGED)
+def test_a_function_without_return_is_told_so(number, capsys):
+    check(number, lambda *given, **named: None, *JUDGED[number])
+    assert answers[-1].verdict == "wrong"
+    assert "it returns None; is there a `return`?" in capsys.readouterr().out
+
+
+def test_a_none_of_the_answers_own_is_shown_with_its_line(posed, capsys):
+    def fails(x):
+        return x + None  # this line
+
+    posed(judge=lambda got: got(2))
+    check("99.1", fails)
+    assert answers[-1].verdict == "raised" and "# this line" in capsys.readouterr().out
 
 
 def test_a_rounded_ridge_is_right(capsys):
@@ -335,6 +429,46 @@ def test_the_report_of_a_race_names_both_warps(capsys):
     check("23.2", running_sums)
     said = re.search(r"overwritten by warp (\d) while warp (\d)", capsys.readouterr().out)
     assert said and int(said[1]) + int(said[2]) == 3
+
+
+def test_a_broken_kernel_must_be_mended_and_not_gone_round():
+    """Right numbers by another way than the one with the fault."""
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    from numba import cuda
+
+    from numflash.cuda.instructions import ptx
+
+    def backwards(x, out):
+        out[cuda.threadIdx.x] = x[127 - cuda.threadIdx.x]
+
+    def from_global(x, out):
+        total = np.float32(0)
+        for c in range(32):
+            total += x[cuda.threadIdx.x, c]
+        out[cuda.threadIdx.x] = total
+
+    names = {"cuda": cuda, "ptx": ptx}
+    unshifted = solved_kernel(
+        "23.5", "shifted_attention", names, ("        s += shift[0]\n", ""), ("-1e30", "0")
+    )
+    for number, kernel, said in (
+        ("23.1", backwards, "do not come by way of shared memory"),
+        ("23.7", from_global, "1024 sectors are loaded from global memory"),
+        ("23.5", unshifted, "with shift 0 and products near -400"),
+    ):
+        check(number, kernel)
+        assert answers[-1].verdict == "wrong" and said in answers[-1].words, answers[-1]
+
+
+def solved_kernel(number, name, names, *changes):
+    """A kernel of a printed solution with changes; the compiler wants its source in a file."""
+    text, file = exercises.solution_text(number), f"<solution {number} changed>"
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    linecache.cache[file] = len(text), None, text.splitlines(True), file
+    exec(compile(text, file, "exec"), names := names | {"np": np})
+    return names[name]
 
 
 def test_a_kernel_written_like_numpy_is_told_so():

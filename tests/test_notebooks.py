@@ -84,6 +84,12 @@ def test_a_stored_listing_is_the_source_of_today(source):
         assert shown in ("", "".join(out.get("text", "") for out in cell.outputs))
 
 
+def test_the_drawn_cache_is_the_one_that_the_page_prints():
+    """Both are of the machine of the stored page."""
+    book = (FOLDER / "02_tiling.ipynb").read_text()
+    assert re.search(r"'L1': '(\d+) KiB'", book)[1] == re.search(r"cache: (\d+) KiB", book)[1]
+
+
 def test_every_notebook_has_a_source():
     assert [p.with_suffix(".py") for p in sorted(FOLDER.glob("*.ipynb"))] == SOURCES
 

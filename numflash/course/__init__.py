@@ -7,7 +7,19 @@ Imported by notebooks only. May import: everything but `commands`.
 """
 
 from .exercises import answer_of, check, hint, solution, yours_or
-from .lessons import COLOURS, DASHES, bars, card, figure, machine, roof, rounds, table
+from .lessons import (
+    COLOURS,
+    DASHES,
+    bars,
+    card,
+    exact_attention,
+    figure,
+    machine,
+    quantised,
+    roof,
+    rounds,
+    table,
+)
 from .moving import Frames
 
 __all__ = [
@@ -18,9 +30,11 @@ __all__ = [
     "bars",
     "card",
     "check",
+    "exact_attention",
     "figure",
     "hint",
     "machine",
+    "quantised",
     "roof",
     "rounds",
     "solution",

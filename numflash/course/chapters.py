@@ -27,7 +27,7 @@ class Chapter(NamedTuple):
 
 
 PATHS = {
-    "CPU path": ("00", "01", "02", "06", "07", "09", "24"),
+    "CPU path": ("00", "01", "02", "03", "06", "07", "09", "24"),
     "GPU path": ("13", "14", "15", "16", "17", "23"),
 }
 AFTER = {"24": "13", "23": "18"}  # what to read when a path is done
@@ -57,10 +57,10 @@ CHAPTERS = {
     ),
     "02": Chapter(
         "02_tiling",
-        (20, 15),
+        (25, 35),
         "Add up what the inner loop touches: the largest tile that fits the cache moves the fewest bytes.",
         ("00", "01"),
-        ("working-set", "cache-line", "roofline", "tile"),
+        ("working-set", "cache-line", "cache-levels", "roofline", "gflops", "tile"),
         (("Roofline", "https://doi.org/10.1145/1498765.1498785"),),
     ),
     "03": Chapter(
@@ -68,7 +68,7 @@ CHAPTERS = {
         (30, 15),
         "An 8-bit number costs half a step of error, and the largest entry sets the step.",
         ("00",),
-        ("quantisation", "scale", "smoothing", "attention-sink"),
+        ("quantisation", "scale", "rms", "smoothing", "attention-sink"),
         (_SAGE, ("StreamingLLM", "https://arxiv.org/abs/2309.17453")),
     ),
     "04": Chapter(
@@ -87,15 +87,16 @@ CHAPTERS = {
         (40, 10),
         "A compiler vectorises a loop as it is written; it does not build a register tile.",
         ("02",),
-        ("vector", "fma", "dot-instruction", "register-tile"),
+        ("instruction-set", "vector", "fma", "dot-instruction", "register-tile"),
         (("LLVM: auto-vectorization", "https://llvm.org/docs/Vectorizers.html"),),
     ),
     "06": Chapter(
         "06_register_tile",
         (30, 20),
         "Keep many sums in registers, so that each load serves several products.",
-        ("02",),
+        ("02", "03"),
         (
+            "instruction-set",
             "register",
             "vector",
             "lane",
@@ -289,7 +290,7 @@ CHAPTERS = {
         "24_capstone",
         (20, 30),
         "Change a tile of the shipped kernel: other time, the same bits.",
-        ("02", "07"),
+        ("02", "03", "07"),
         ("tile", "working-set", "equal-bits", "register-tile"),
         (_FA1, ("FlexAttention", "https://arxiv.org/abs/2412.05496")),
     ),
@@ -336,4 +337,4 @@ def _way(number: str) -> str:
             way = " → ".join(f"**{n}**" if n == number else _link(n) for n in stops)
             return f"{name}, stop {stops.index(number) + 1} of {len(stops)}: {way}"
     side = "; ".join(f"{name}: {_link(stops[0])} ..." for name, stops in PATHS.items())
-    return f"a side room, off the two paths ({side})"
+    return f"optional: on neither path ({side})"

@@ -109,13 +109,6 @@ def online_softmax(scores: Sequence[float], block: int = 1) -> Frames:
     return Frames(frames, 90 + len(scores) * width + 110, 272, 1.8)
 
 
-def first_level_kib() -> int:
-    """KiB of this machine's first-level data cache."""
-    from ..tiling import Caches
-
-    return Caches.of_this_machine().l1 // 1024
-
-
 @movable(
     d=(32, 64, 128, 256),
     block_k=(16, 32, 64, 128, 256),
@@ -346,5 +339,7 @@ def ring_of_ranks(ranks: int = 4) -> Frames:
             seen = ", ".join(str((r - t) % ranks) for t in range(step + 1))
             drawing += text(x, 128, f"merged: {seen}", 11)
             drawing += text(x + 112, 96, "→", 18)
-        frames.append((drawing, f"step {step}: rank r holds the keys of rank r - {step}"))
+        frames.append(
+            (drawing, f"step {step}: rank r holds the keys of rank r - {step} (modulo {ranks})")
+        )
     return Frames(frames, 30 + 140 * ranks, 140, 1.8)

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 
+NO_RETURN = "it returns None; is there a `return`?"
 SOLUTIONS = Path(__file__).parent / "answers" / "solutions"
 
 
@@ -40,6 +41,7 @@ class Exercise:
         passes to `check`
     judge : function of (answer, *given) that returns "" for a right answer, else what is wrong
     within : relative tolerance of floats; integers, booleans and text must be equal
+    allowed : the words that an answer may be, if it is a word
     slip : (old, new), a typical mistake in the solution; the tests check that it is noticed
     broken : the chapter shows a faulty program, so the answer as it is shipped is wrong, not open
     """
@@ -51,6 +53,7 @@ class Exercise:
     cases: Any = ()
     judge: Callable[..., str] | None = None
     within: float = 1e-6
+    allowed: tuple[str, ...] = ()
     slip: tuple[str, str] = ("", "")
     broken: bool = False
 
@@ -163,11 +166,18 @@ def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, 
     """The verdict and its words."""
     if _open(got):
         return "open", "not answered yet"
+    if exercise.allowed and str(got).strip().lower() not in exercise.allowed:
+        words = ", ".join(f'"{word}"' for word in exercise.allowed)
+        return "wrong", f"not yet: got {show(got)}; allowed: {words}"
     if exercise.judge is not None:
         try:
             fault = exercise.judge(got, *given)
         except Exception as error:
+            if callable(got) and _none_returned(error):
+                return "wrong", f"not yet: {NO_RETURN}"
             return "raised", f"not yet: {_raised(error, got)}"
+        if callable(got) and fault.startswith("got None"):
+            fault = NO_RETURN
         if fault == "open":
             return "open", "not answered yet"
         return ("wrong", f"not yet: {fault}") if fault else ("right", "right")
@@ -187,11 +197,20 @@ def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, 
         if _open(came):
             return "open", "not answered yet"
         if came is None:
-            return "wrong", f"not yet: for ({shown}) it returns None; is there a `return`?"
+            return "wrong", f"not yet: for ({shown}) {NO_RETURN}"
         fault = difference(came, exercise.model(*copy.deepcopy(case)), exercise.within)
         if fault:
             return "wrong", f"not yet: for ({shown}) {fault}"
     return "right", f"right, on {len(cases)} case{'s' * (len(cases) > 1)}"
+
+
+def _none_returned(error: Exception) -> bool:
+    """Whether a judge, not the answer, could not compute with the None that it was given."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = frames[-1].f_globals.get("__package__", "") or ""
+    return (
+        isinstance(error, TypeError) and "NoneType" in str(error) and inside.startswith(__package__)
+    )
 
 
 def _named(function: Callable[..., Any], case: tuple[Any, ...]) -> str:
@@ -234,6 +253,8 @@ def difference(got: Any, expected: Any, within: float = 1e-6) -> str:
         return f"got {show(got)}, which is neither True nor False"
     if a.dtype.kind not in "biuf":
         return f"got {show(got)}, which is not a number or an array of numbers"
+    if a.size == 1 and a.ndim and not b.ndim:
+        return f"got {show(got)}; give one number, without brackets"
     if a.shape != b.shape:
         return f"got {show(got)}; its shape must be {b.shape}, not {a.shape}"
     if b.dtype == np.int8 and a.dtype != b.dtype:

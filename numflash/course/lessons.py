@@ -146,6 +146,26 @@ def _cpu() -> str:
     return system.cpu_model() or str(target.cpu_name())
 
 
+# --- numbers to compare with
+# -----------------------------------------------------------------------------------------------------
+
+
+def quantised(query: Any, key: Any, value: Any) -> Any:
+    """Q, K and V rounded to 8 bits with their scales, as the INT8 kernels take them."""
+    from ..numerics.quantization import quantize_problem
+    from ..validation import describe
+    from ..validation.options import Options
+
+    return quantize_problem(describe(query, key, value, Options(), "int8"))
+
+
+def exact_attention(query: Any, key: Any, value: Any) -> Any:
+    """The definition, in float64 and not rounded to the type of the input."""
+    from .. import reference, validation
+
+    return reference.oracle(validation.problem(query, key, value))[0]
+
+
 # --- ceilings
 # ------------------------------------------------------------------------------------------------------------------
 

@@ -54,5 +54,6 @@ EXERCISES = {
             "Compare the second and the fourth column of the second row: the larger time is the limit.",
         ),
         expected=_limit,
+        allowed=("memory", "arithmetic"),
     ),
 }

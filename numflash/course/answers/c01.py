@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..exercises import Exercise, difference, show
+from ..exercises import NO_RETURN, Exercise, difference, show
 
 State = tuple[Any, Any, Any]
 
@@ -54,7 +54,7 @@ def _tiled(answer: Any) -> str:
         if came is ...:
             return "open"
         if came is None:
-            return "it returns None; is there a `return`?"
+            return NO_RETURN
         where = f"{length} queries, {keys} keys, tiles of {block_q} x {block_k}"
         if size > 1:
             where += ", scores up to a thousand octaves"
@@ -64,16 +64,25 @@ def _tiled(answer: Any) -> str:
         fault = difference(came, exact, 1e-5 * max(1.0, size))  # float32 will do
         if fault:
             return f"{where}: {fault}"
-    length, d, block_q, block_k = 512, 4, 64, 8
-    q, k, v = rng.standard_normal((3, length, d))
-    used, allowed = peak_bytes(lambda: answer(q, k, v, 0.7, block_q, block_k)), 4 * block_q * length
-    if used <= allowed:
-        return ""
-    return (
-        f"the numbers are right, but {used / 1000:.0f} kB are in use at a time for {length} queries and "
-        f"keys, tiles of {block_q} x {block_k}; allowed: {allowed / 1000:.0f} kB, the float32 scores of "
-        "one tile of rows"
-    )
+    for length, keys, d, allowed, words in (
+        (512, 512, 4, 4 * 64 * 512, "the float32 scores of one tile of rows"),
+        # float32 copies of K and V, and 60 kB: not one row of scores with its weights
+        (
+            64,
+            32768,
+            1,
+            322_000,
+            "a tile of scores is 4 kB; does your loop over key blocks keep only one?",
+        ),
+    ):
+        given = [rng.standard_normal((n, d), np.float32) for n in (length, keys, keys)]
+        used = peak_bytes(lambda: answer(*given, 0.7, 64, 8))  # noqa: B023
+        if used > allowed:
+            return (
+                f"the numbers are right, but {used / 1000:.0f} kB are in use at a time for {length} "
+                f"queries and {keys} keys, tiles of 64 x 8; allowed: {allowed / 1000:.0f} kB, {words}"
+            )
+    return ""
 
 
 _rng = np.random.default_rng(0)
@@ -87,7 +96,8 @@ EXERCISES = {
         (
             "The new m is max(m, s.max()). Everything else is relative to it.",
             "shrink = 2.0 ** (m - m_new); the weights of the block are p = 2.0 ** (s - m_new).",
-            "l becomes l * shrink + p.sum(). o works alike, with p @ v.",
+            "l becomes l * shrink + p.sum(). o works alike, with p @ v. o is not divided by l here; that "
+            "comes once, at the end.",
         ),
         model=step,
         cases=((_nothing, *_first), (_seen, *_second), (_seen, _second[0] + 5, _second[1])),

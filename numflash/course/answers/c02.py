@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..exercises import Exercise
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from numba.core.errors import NumbaError
+
+from ...jit.compiler import kernel
+from ..exercises import Exercise, difference
+from .kernels import not_compiled
 
 
 def _working_set(block_q: int, block_k: int, d: int) -> int:
@@ -26,6 +32,62 @@ def _ridge(peak: Any) -> float:
     return peak.float32 / peak.read
 
 
+@kernel
+def compiled_tiled(q: Any, k: Any, v: Any, scale: Any, out: Any) -> None:
+    """Tiled attention in single numbers: 24 rows, 32 keys."""
+    s = np.empty((24, 32), np.float32)
+    m, l = np.empty(24, np.float32), np.empty(24, np.float32)
+    for row in range(0, q.shape[0], 24):
+        rows = min(24, q.shape[0] - row)
+        for i in range(rows):
+            m[i], l[i] = -np.inf, 0
+            out[row + i] = 0
+        for c in range(0, k.shape[0], 32):
+            keys = min(32, k.shape[0] - c)
+            for i in range(rows):
+                top = m[i]
+                for j in range(keys):
+                    dot = np.float32(0)
+                    for e in range(q.shape[1]):
+                        dot += q[row + i, e] * k[c + j, e]
+                    s[i, j] = dot * scale
+                    top = max(top, s[i, j])
+                shrink = np.exp2(m[i] - top)
+                m[i], l[i] = top, l[i] * shrink
+                for e in range(out.shape[1]):
+                    out[row + i, e] *= shrink
+                for j in range(keys):
+                    weight = np.exp2(s[i, j] - top)
+                    l[i] += weight
+                    for e in range(out.shape[1]):
+                        out[row + i, e] += weight * v[c + j, e]
+        for i in range(rows):
+            for e in range(out.shape[1]):
+                out[row + i, e] /= l[i]
+
+
+def _compiled(answer: Any) -> str:
+    rng = np.random.default_rng(6)
+    for length, keys, d, scale in ((48, 64, 16, 0.25), (50, 70, 8, 0.5), (30, 100, 8, 100.0)):
+        q, k, v = (rng.standard_normal((n, d), np.float32) for n in (length, keys, keys))
+        t = q.astype(float) @ k.T.astype(float) * scale
+        p = 2.0 ** (t - t.max(1, keepdims=True))
+        exact = p @ v.astype(float) / p.sum(1, keepdims=True)
+        out = np.full((length, d), np.nan, np.float32)
+        try:
+            answer(q, k, v, np.float32(scale), out)
+        except NumbaError as error:
+            return not_compiled(error)
+        if np.isnan(out).all():
+            return "open"
+        fault = difference(out.astype(float), exact, 1e-5 * max(1.0, scale))
+        if fault:
+            return f"{length} queries, {keys} keys, D = {d}, scale {scale:g}: {fault}"
+    if not (isinstance(answer, Dispatcher) and answer.nopython_signatures):
+        return "the numbers are right, but it is not compiled; write @kernel above it"
+    return ""
+
+
 EXERCISES = {
     "02.1": Exercise(
         "KiB of the 48 x 64 tile",
@@ -34,6 +96,7 @@ EXERCISES = {
             "The state has 48 rows of 4 numbers of 4 bytes: divide its bytes by 1024.",
         ),
         expected=_tile_kib,
+        within=0.01,
     ),
     "02.2": Exercise(
         "the largest tile that fits",
@@ -54,5 +117,18 @@ EXERCISES = {
         ),
         expected=_ridge,
         within=0.01,
+    ),
+    "02.4": Exercise(
+        "tiled attention, compiled",
+        (
+            "The loops are those of `tiled` in chapter 00: rows of a tile, blocks of keys, then within a "
+            "tile the scores, the softmax and the values of each row.",
+            "The last tile and the last block may be smaller: rows = min(24, q.shape[0] - row).",
+            "shrink = np.exp2(m[i] - top) multiplies l[i] and every number of the row of `out` before "
+            "this block is added. Divide by l[i] after the last block.",
+        ),
+        model=compiled_tiled,
+        judge=_compiled,
+        slip=("out[row + i, e] *= shrink", "pass"),
     ),
 }

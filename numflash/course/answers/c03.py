@@ -41,6 +41,7 @@ EXERCISES = {
             "Which index is summed over: j (the row of V) or c (its channel)? The other one is free.",
         ),
         expected="channel",
+        allowed=("row", "channel"),
     ),
     "03.3": Exercise(
         "shift of the scores of each row",

@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from ..exercises import Exercise, difference, show
+from ..exercises import NO_RETURN, Exercise, difference, show
 from .c01 import peak_bytes
 
+State = tuple[Any, Any, Any]
 
-def merge(o_a: Any, m_a: float, l_a: float, o_b: Any, m_b: float, l_b: float) -> Any:
-    """Two parts brought to one maximum; nothing is divided."""
-    top = max(m_a, m_b)
+
+def merge(a: State, b: State) -> State:
+    """Two states (m, l, o) brought to one maximum, also if both are empty; nothing is divided."""
+    top = max(a[0], b[0])
     if top == -np.inf:
-        return o_a, m_a, l_a
-    a, b = 2.0 ** (m_a - top), 2.0 ** (m_b - top)
-    return a * o_a + b * o_b, top, a * l_a + b * l_b
+        return a
+    x, y = 2.0 ** (a[0] - top), 2.0 ** (b[0] - top)
+    return top, x * a[1] + y * b[1], x * a[2] + y * b[2]
 
 
 _x, _y = np.array([1.0, 2.0]), np.array([3.0, -1.0])
@@ -26,25 +28,37 @@ def _split_decode(decode: Any) -> str:
     """A decode with splits: right for any number, also more splits than keys."""
     rng = np.random.default_rng(3)
     for keys, splits in ((64, 1), (64, 4), (61, 4), (3, 8)):
+        merged: list[bool] = []
+
+        def counted(a: State, b: State, merged: list[bool] = merged) -> State:
+            merged.append(a[1] > 0 and b[1] > 0)  # two parts that have keys
+            return merge(a, b)
+
         q = 4 * rng.standard_normal(8)
         k, v = rng.standard_normal((2, keys, 8))
         t = k @ q
         p = 2.0 ** (t - t.max())
         exact = p @ v / p.sum()
         with np.errstate(invalid="ignore", divide="ignore"):
-            came = decode(q.copy(), k.copy(), v.copy(), splits)
+            came = decode(q.copy(), k.copy(), v.copy(), splits, counted)
         if came is ...:
             return "open"
         if came is None:
-            return "it returns None; is there a `return`?"
+            return NO_RETURN
         if not np.isfinite(np.asarray(came, float)).all():
             return f"{keys} keys in {splits} splits give {show(came)}: an empty part needs weight 0"
         fault = difference(came, exact, 1e-4)  # float32 will do
         if fault:
             return f"{keys} keys in {splits} splits: {fault}"
+        parts = min(keys, splits)
+        if sum(merged) != parts - 1:
+            return (
+                f"{keys} keys in {splits} splits: the numbers are right, but `merge` was called for "
+                f"{sum(merged)} pairs of states that have keys; {parts} parts are {parts - 1} merges"
+            )
     keys = 4096
     q, k, v = rng.standard_normal(8), *rng.standard_normal((2, keys, 8))
-    used, scores = peak_bytes(lambda: decode(q, k, v, 64)), 8 * keys
+    used, scores = peak_bytes(lambda: decode(q, k, v, 64, merge)), 8 * keys
     if used < 2 * scores:  # np.arange(keys), which a split may need, takes as much as all scores
         return ""
     return (
@@ -55,25 +69,27 @@ def _split_decode(decode: Any) -> str:
 
 EXERCISES = {
     "10.1": Exercise(
-        "megabytes of a layer's cache",
+        "microseconds of a token",
         (
             "K and V: two arrays of (heads, 1024, 64) numbers of 2 bytes.",
-            "Divide by 10**6, and give both answers as a tuple, 2 heads first.",
+            "20 GB/s are 20 000 bytes a microsecond. Give both answers as a tuple, 2 heads first.",
         ),
-        expected=(0.524288, 3.670016),
+        expected=(26.2144, 183.5008),
         within=0.01,
     ),
     "10.2": Exercise(
         "the merged part",
         (
             "Bring both parts to the larger maximum: multiply o and l by 2**(m - larger).",
-            "2**(-inf - larger) is 0, so a part without keys needs nothing special here.",
+            "2**(-inf - larger) is 0, so one part without keys needs nothing special.",
+            "If both m are -inf, return either part: -inf - -inf is nan.",
         ),
         model=merge,
         cases=(
-            (_x, 0.0, 1.0, _y, 3.0, 2.0),
-            (_x, 5.0, 1.5, _y, -4.0, 1.0),
-            (_x, 2.0, 1.0, 0 * _y, -np.inf, 0.0),
+            ((0.0, 1.0, _x), (3.0, 2.0, _y)),
+            ((5.0, 1.5, _x), (-4.0, 1.0, _y)),
+            ((2.0, 1.0, _x), (-np.inf, 0.0, 0 * _y)),
+            ((-np.inf, 0.0, 0 * _x), (-np.inf, 0.0, 0 * _y)),
         ),
         slip=("l_a * grow_a + l_b * grow_b", "l_a + l_b"),
     ),
@@ -81,11 +97,11 @@ EXERCISES = {
         "split decode",
         (
             "Cut the keys with np.array_split(np.arange(len(k)), splits). For each part compute "
-            "(o, m, l) as in chapter 01, not divided.",
-            "Merge the parts one after another with the rule of exercise 2, starting from "
-            "(zeros, -inf, 0). Skip a part without keys. Divide o by l once, at the end.",
+            "(m, l, o) as in chapter 01, not divided.",
+            "state = merge(state, part) for one part after another, starting from (-inf, 0, zeros). "
+            "Skip a part without keys. Divide o by l once, at the end.",
         ),
         judge=_split_decode,
-        slip=("a * l + b * p.sum()", "l + p.sum()"),
+        slip=("p.sum(), p @", "1.0, p @"),
     ),
 }

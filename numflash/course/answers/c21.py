@@ -31,15 +31,17 @@ EXERCISES = {
         (
             "Part a holds e**lse_a of the total weight e**lse_a + e**lse_b.",
             "The outputs are (rows, D), the lse (rows,): add an axis with [:, None].",
+            "An lse can be 1000, and e**1000 is no float: subtract the larger lse first.",
         ),
         model=merge,
-        cases=(
+        cases=tuple(
             (
                 _rng.standard_normal((5, 3)),
-                _rng.standard_normal(5),
+                size + _rng.standard_normal(5),
                 _rng.standard_normal((5, 3)),
-                _rng.standard_normal(5),
-            ),
+                size + _rng.standard_normal(5),
+            )
+            for size in (0, 1000)
         ),
         within=1e-4,
         slip=("lse_b - lse_a", "lse_a - lse_b"),

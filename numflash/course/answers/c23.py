@@ -32,9 +32,9 @@ def _judge(
     exact: Callable[[], np.ndarray],
     block: int,
     grid: int = 1,
-    conflicts: bool = True,
+    needs: Callable[[Any], str] = lambda report: "",
 ) -> Callable[[Any], str]:
-    """A judge of kernels f(*inputs, out)."""
+    """A judge of kernels f(*inputs, out); `needs` says what a report lacks, of right numbers."""
 
     def judge(kernel: Any) -> str:
         wish = exact()
@@ -43,15 +43,48 @@ def _judge(
         report, fault = emulated(kernel, grid, block, (*given, out))
         if fault:
             return fault
-        fault = wrong_numbers(out, wish, "out")
-        if not fault and not conflicts and report.shared_conflicts:
-            fault = (
-                f"the numbers are right, but {report.shared_conflicts} of "
-                f"{report.shared_wavefronts} passes over the banks are conflicts"
-            )
-        return fault
+        fault, lacks = wrong_numbers(out, wish, "out"), needs(report)
+        return fault or (lacks and f"the numbers are right, but {lacks}")
 
     return judge
+
+
+def _by_shared_memory(report: Any) -> str:
+    """Task 1: the numbers come by way of shared memory."""
+    return "" if report.shared_loaded else "they do not come by way of shared memory"
+
+
+def _no_conflict(report: Any) -> str:
+    """Task 7: no bank conflict, and no column of global memory instead."""
+    if report.global_load_sectors > 128:
+        return (
+            f"{report.global_load_sectors} sectors are loaded from global memory; "
+            "with every row read once it is 128"
+        )
+    if report.shared_conflicts:
+        return (
+            f"{report.shared_conflicts} of {report.shared_wavefronts} passes over the banks are "
+            "conflicts"
+        )
+    return ""
+
+
+def _shifted(kernel: Any) -> str:
+    """Task 5: scores near -400, by the shift and by the products."""
+    q, k = _q.copy(), _k.copy()
+    q[:, 0], k[:, 0] = 20, -20
+    s = q.astype(float) @ k.T.astype(float)
+    p = np.exp2(s - s.max(1, keepdims=True))
+    low = p @ _v.astype(float) / p.sum(1, keepdims=True)
+    for where, a, b, shift, exact in (
+        ("", _q, _k, -400, _weights(False) @ _v.astype(float)),
+        ("with shift 0 and products near -400: ", q, k, 0, low),
+    ):
+        given = a, b, _v, np.full(1, shift, np.float32)
+        fault = _judge(lambda: given, lambda: exact, 32)(kernel)  # noqa: B023
+        if fault:
+            return where + fault
+    return ""
 
 
 def pipeline(kernel: Any) -> str:
@@ -104,7 +137,7 @@ EXERCISES = {
             "yet. Which thread writes the word that thread t reads?",
             "Another warp writes it. All writes must come before any read: cuda.syncthreads().",
         ),
-        judge=_judge(lambda: (_x,), lambda: _x[::-1].astype(float), 128),
+        judge=_judge(lambda: (_x,), lambda: _x[::-1].astype(float), 128, needs=_by_shared_memory),
         slip=("    cuda.syncthreads()\n", ""),
         broken=True,
     ),
@@ -152,11 +185,7 @@ EXERCISES = {
             "All scores of this test are far below zero. What is 2**(score - m) if m is 0?",
             "The maximum of nothing is minus infinity, not 0: a large negative number will do.",
         ),
-        judge=_judge(
-            lambda: (_q, _k, _v, np.full(1, -400, np.float32)),
-            lambda: _weights(False) @ _v.astype(float),
-            32,
-        ),
+        judge=_shifted,
         slip=("np.float32(-1e30)", "np.float32(0)"),
         broken=True,
     ),
@@ -178,7 +207,7 @@ EXERCISES = {
             "33 words per row: word (r, c) is then in bank (r + c) % 32.",
         ),
         judge=_judge(
-            lambda: (_square(),), lambda: _square().astype(float).sum(1), 32, conflicts=False
+            lambda: (_square(),), lambda: _square().astype(float).sum(1), 32, needs=_no_conflict
         ),
         slip=("(32, 33)", "(32, 32)"),
         broken=True,

@@ -35,7 +35,7 @@ def emulated(
             where = at_line(*error.source) if error.source else ""
             return None, "the emulator reports " + str(error).split("\n")[0].split(" [")[0] + where
         except NumbaError as error:
-            return None, _not_compiled(error)
+            return None, not_compiled(error) + _usual_cause(str(error))
     return report, ""
 
 
@@ -46,16 +46,13 @@ def nothing_stored(report: Any, name: str = "out") -> str:
     return f"your kernel ran, but stored nothing in `{name}`" if report.global_loaded else "open"
 
 
-def _not_compiled(error: NumbaError) -> str:
-    """What the compiler says first, its line, and the usual cause."""
+def not_compiled(error: NumbaError) -> str:
+    """What the compiler says first, and its line."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = [x.strip() for x in plain.splitlines() if x.strip() and "pipeline" not in x]
     at = re.search(r'" at (.+) \((\d+)\)', plain)
-    return (
-        f"it does not compile: {said[0] if said else type(error).__name__}"
-        + (at_line(at[1], int(at[2])) if at else "")
-        + _usual_cause(plain)
-    )
+    words = f"it does not compile: {said[0] if said else type(error).__name__}"
+    return words + (at_line(at[1], int(at[2])) if at else "")
 
 
 def _usual_cause(said: str) -> str:
