@@ -90,7 +90,8 @@ def _floats(isa: str, kind: str, *cpus: str) -> Kernel:
 
 def _backward(isa: str, *cpus: str) -> Kernel:
     where = "numflash.cpu.backward.flash_backward", "make_backward"
-    return Kernel(*where, _of(isa, target.FLOAT_ISAS), _types("backward"), cpus)
+    kind = "bfloat16" if isa.endswith("bf16") else "float32"
+    return Kernel(*where, _of(isa, target.BFLOAT16_ISAS), _types("backward", kind), cpus)
 
 
 def _tile(dtype: str, cpu: str, generator: Any) -> Any:
@@ -141,6 +142,7 @@ def _exp2(name: str, signature: str, *arguments: Any) -> Kernel:
 
 _PORTABLE = "numflash.cpu.int8.portable"
 _X86_FLOATS = {"avx512": ("znver4", "sapphirerapids"), "avx2": ("haswell", "znver4")}
+_X86_BFLOAT16 = {"avx512_bf16": ("znver4", "sapphirerapids"), "amx_bf16": ("sapphirerapids",)}
 _ARM_FLOATS = {"sve512": ("a64fx",), "sve256": ("neoverse-v1",), "neon": ("neoverse-n1",)}
 _SCORES, _ROWS, _MATRIX = "int32[:, ::1], float32, float32", "float32[::1]", "float32[:, ::1]"
 _TILES = "avx512_vnni", "avx_vnni", "avx2", "sve", "neon_dot"
@@ -178,15 +180,14 @@ KERNELS = {
     "int8-avx2": _fused("avx2", "int16", "haswell", "znver4"),
     "int8-sve": _fused("sve", "int8", "a64fx", "neoverse-v1", "neoverse-v2"),
     "int8-neon_dot": _fused("neon_dot", "int8", "neoverse-n1", "neoverse-v1", "neoverse-v2"),
-    "bfloat16-amx_bf16": _floats("amx_bf16", "bfloat16", "sapphirerapids"),
-    "bfloat16-avx512_bf16": _floats("avx512_bf16", "bfloat16", "znver4", "sapphirerapids"),
+    **{f"bfloat16-{isa}": _floats(isa, "bfloat16", *cpus) for isa, cpus in _X86_BFLOAT16.items()},
     **{
         f"float32-{isa}": _floats(isa, "float32", *cpus)
         for isa, cpus in (_X86_FLOATS | _ARM_FLOATS).items()
     },
     **{
         f"backward-{isa}": _backward(isa, *cpus)
-        for isa, cpus in (_X86_FLOATS | _ARM_FLOATS).items()
+        for isa, cpus in (_X86_FLOATS | _X86_BFLOAT16 | _ARM_FLOATS).items()
     },
     **{
         f"{job}-{dtype}": make(dtype)
