@@ -146,7 +146,7 @@ class FloatPlan:
     Attributes
     ----------
     operand : dtype of the arrays that a call takes: float32, or uint16 (the bits of bfloat16)
-    direct : contiguous float32 arrays are what `run` takes, as they are
+    takes : "float32" or "bfloat16" where contiguous arrays of that are what `run` takes, as they are
     layout : of scratch memory
     """
 
@@ -168,7 +168,7 @@ class FloatPlan:
         value_rows = max(1, padded(seen, tiles.step) // tiles.group)
         in_place = self.kind == "float32" and columns == dv
         self.on_lines = in_place and length * nh // nkv >= MANY_ROWS
-        self.direct = self.kind == "float32" and not self.on_lines
+        self.takes = None if self.on_lines or d % tiles.step else self.kind
         self.layout = Layout()
         places = (  # in the order of `Numbers`
             self.layout.add("packed keys", n_kv * panels * tiles.panel * words * 4),

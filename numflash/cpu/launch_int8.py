@@ -48,7 +48,7 @@ class Int8Plan:
 
     Attributes
     ----------
-    direct : contiguous float32 arrays are what `run` takes, as they are
+    takes : "float32" where contiguous arrays of that are what `run` takes, as they are
     layout : of scratch memory
     """
 
@@ -59,7 +59,7 @@ class Int8Plan:
         ready = isinstance(problem.query, QuantizedTensor)
         dtype = problem.query.data.dtype if ready else problem.query.dtype
         self.operand = np.dtype(dtype if dtype in (np.int8, np.uint16) else F)
-        self.direct = self.operand == F
+        self.takes = "float32" if self.operand == F else None
         self.problem = replace(problem, query=None, key=None, value=None)
         self.options = semantics(problem, False, None)
         n = nb * nh

@@ -201,7 +201,7 @@ class Plan:
         self.unchanged = whole and query.dtype == "float32"
         unconverted = problem.precision in ("float32", "int8")
         floats = all(x.dtype == "float32" for x in given)
-        self.direct = whole and floats and unconverted and runner.direct
+        self.direct = whole and floats and unconverted and runner.takes == "float32"
 
     def __call__(self, query: Any, key: Any, value: Any) -> Any:
         """What `attention` returns for arrays of these shapes and dtypes."""
@@ -362,11 +362,11 @@ def keep_quantized(key: tuple[Any, ...], problem: Problem, ndim: int, impl: str)
 runners: Store[Any] = Store()  # of calls on tensors, by a key of their own
 
 
-def keep_runner(key: Any, problem: Problem, impl: str) -> None:
-    """Keep what computes a call on contiguous float32 tensors that has succeeded, if it takes them
-    as they are and gives float32.
+def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:
+    """Keep what computes a call on contiguous tensors of dtype `given` that has succeeded, if it takes
+    them as they are and gives float32.
     """
-    if problem.precision in ("float32", "int8"):
+    if problem.precision == given or (problem.precision, given) == ("int8", "float32"):
         runner = runner_of(problem, impl)
-        if runner is not None and runner.direct:
+        if runner is not None and runner.takes == given:
             runners.keep(key, runner)

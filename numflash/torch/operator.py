@@ -108,14 +108,14 @@ def _array(x: Tensor) -> np.ndarray:
     return np.asarray(Memory(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))
 
 
-def _plain(x: Any) -> bool:
-    """Whether x is a tensor whose memory holds its numbers as the kernels take them."""
+# dtypes that kernels read in place, as `plans.keep_runner` names them
+READ = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def _plain(x: Any, dtype: torch.dtype) -> bool:
+    """Whether x is a tensor of `dtype` whose memory holds its numbers as the kernels take them."""
     return (
-        type(x) is Tensor
-        and x.dtype is torch.float32
-        and x.is_cpu
-        and x.is_contiguous()
-        and not x.is_neg()
+        type(x) is Tensor and x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.is_neg()
     )
 
 
@@ -128,9 +128,12 @@ def _runner(
     is None for calls that were not made before. The key has the types of the options too: 1 ==
     True, and only one of them may be allowed.
     """
-    if not (_plain(query) and _plain(key) and _plain(value)):
+    dtype = query.dtype if type(query) is Tensor else None
+    if dtype not in READ or not (
+        _plain(query, dtype) and _plain(key, dtype) and _plain(value, dtype)
+    ):
         return None, None
-    call = query.shape, key.shape, value.shape, options, tuple(map(type, options))
+    call = dtype, query.shape, key.shape, value.shape, options, tuple(map(type, options))
     if any(isinstance(x, Tensor) for x in options):
         return None, None
     try:
@@ -145,12 +148,12 @@ def _run(
     """The results of a call that was made before; lse only where it is wanted."""
     refuse_after_fork()
     rows = query.shape[:3]
-    out = query.new_empty((*rows, value.shape[3]))
-    lse = query.new_empty(rows) if with_lse else None
+    out = query.new_empty((*rows, value.shape[3]), dtype=torch.float32)
+    lse = query.new_empty(rows, dtype=torch.float32) if with_lse else None
     places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
     with pytorch_threads(), one_at_a_time():
         runner.run_at(*places, 0 if lse is None else lse.data_ptr(), with_lse)
-    return out, lse
+    return (out if query.dtype is torch.float32 else out.to(query.dtype)), lse
 
 
 def unobserved(*tensors: Tensor) -> bool:
@@ -207,7 +210,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     with pytorch_threads():
         api.solve(problem, impl, (_array(written), _array(lse)))
     if call is not None:
-        plans.keep_runner(call, problem, impl)
+        plans.keep_runner(call, problem, impl, READ[query.dtype])
     return out if written is out else out.copy_(written), lse
 
 

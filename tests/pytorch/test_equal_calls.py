@@ -12,6 +12,7 @@ import numflash  # noqa: E402
 import numflash.torch as nt  # noqa: E402
 from numflash.dispatch import plans  # noqa: E402
 from numflash.errors import ArgumentError, NumflashError  # noqa: E402
+from numflash.jit import target  # noqa: E402
 from numflash.torch import sdpa  # noqa: E402
 
 ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
@@ -62,6 +63,25 @@ def test_equal_calls_give_equal_bits(direct, precision, options):
     np.testing.assert_allclose(lse, want_lse, atol=1e-5 if precision == "float32" else 0.05)
 
 
+@pytest.mark.skipif(
+    target.missing("avx512_bf16", target.BFLOAT16_ISAS), reason="no bfloat16 instructions"
+)
+def test_equal_calls_on_bfloat16_tensors(direct):
+    """Of head sizes that are whole pairs; others are padded, so that no plan takes them in place."""
+    half = [x.bfloat16() for x in (Q, K, V)]
+    with torch.no_grad():
+        first, again = (nt.attention(*half, is_causal=True, return_lse=True) for _ in range(2))
+        assert direct[-1] and all(map(torch.equal, first, again))
+        assert again[0].dtype == torch.bfloat16 and again[1].dtype == torch.float32
+        odd = [x[..., :7].contiguous() for x in half]
+        for _ in range(2):
+            found = nt.attention(*odd, is_causal=True)
+        assert direct[-1] is False and found.dtype == torch.bfloat16
+    for mine, size in ((again[0], None), (found, 7)):
+        want, _ = naive(*(x.float().numpy()[..., :size] for x in half), is_causal=True)
+        assert np.abs(mine.float().numpy() - want).max() < 0.02
+
+
 def test_whoever_looks_sees_the_operator(direct):
     for _ in range(2):
         nt.scaled_dot_product_attention(Q, K, V)
@@ -93,8 +113,9 @@ def test_tensors_that_are_not_their_memory(direct):
     turned = Q.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(nt.scaled_dot_product_attention(turned, K, V), want)
     assert direct[-1] is False
-    half = nt.scaled_dot_product_attention(Q.bfloat16(), K.bfloat16(), V.bfloat16())
-    assert half.dtype == torch.bfloat16 and direct[-1] is False
+    for _ in range(2):
+        half = nt.scaled_dot_product_attention(Q.half(), K.half(), V.half())
+        assert half.dtype == torch.float16 and direct[-1] is False
     parameter = torch.nn.Parameter(Q)
     assert nt.scaled_dot_product_attention(parameter, K, V).requires_grad
 

@@ -460,7 +460,7 @@ def _named(isa: str, arrays: list[np.ndarray]) -> tuple[Scratch, Prepared, list[
     """The arrays of `_kinds`: of float32 both operands of a product are the sums' own memory."""
     scores, slopes, transposed, k, v, dk, dv = arrays[:7]
     room, rest = Prepared._make(arrays[7:12]), arrays[12:]
-    left = scores, slopes, transposed, k, scores[:, :0]
+    left = [scores, slopes, transposed, k, scores[:, :0]]
     if FLOAT_ISAS[isa].group == 2:
         left, rest = rest[:5], rest[5:]
     p, ds, turned, k_right, floats = left
