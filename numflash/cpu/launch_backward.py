@@ -12,8 +12,9 @@ import numpy as np
 
 from ..interop.arrays import to_float32
 from ..jit import guard, target
-from ..jit.threads import one_at_a_time
+from ..jit.threads import count, limit, one_at_a_time
 from ..numerics.fixedpoint import LOG2E
+from ..tiling import workers
 from ..validation import LARGEST_LSE, Problem
 from .backward import backward_rows, flash_backward
 from .backward.held import Given, examine
@@ -48,7 +49,8 @@ def run(
     if 0 not in (nb, length, s):
         operands = problem.query, problem.key, problem.value, grad_out, out, lse
         q, k, v, do, out, lse = (heads(to_float32(x)) for x in operands)
-        with one_at_a_time():
+        products = nb * nh * length * s * (3 * d + 2 * dv)
+        with one_at_a_time(), limit(min(count(), workers("float32", products))):
             _solve(problem, isa, (q, k, v, do), out, lse, gradients)
     return dq, dk, dv_
 
