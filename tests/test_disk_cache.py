@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import numflash
+from numflash.jit import whole
 
 ROOT = Path(numflash.__file__).parent.parent
 QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
@@ -41,6 +42,22 @@ def entries(cache, suffixes=(".nbi", ".nbc")):
     return sorted(
         path for path in Path(cache).rglob("*") if path.suffix in suffixes and path.is_file()
     )
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    file = tmp_path / "numbers"
+    whole.write_whole(file, b"old")
+
+    def fail():
+        with whole.new_file(file) as new:
+            new.write(b"half of the")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
+    whole.write_whole(file, b"new")
+    assert file.read_bytes() == b"new" and list(tmp_path.iterdir()) == [file]
 
 
 class Planted:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import UnsupportedError
+from ...jit.whole import write_whole
 from ..compile import ARCHITECTURES, Key, compiled, tool_versions
 from ..compile.cubins import MANIFEST, kernel_name, manifest, source_digest
 from . import expected
@@ -60,9 +61,7 @@ def write(keys: set[Key], folder: str, jobs: int | None = None) -> int:
         "tools": tool_versions(),
         "kernels": list(entries.values()),
     }
-    new = path / (MANIFEST + ".new")
-    new.write_text(json.dumps(listed, indent=1) + "\n")
-    os.replace(new, path / MANIFEST)
+    write_whole(path / MANIFEST, (json.dumps(listed, indent=1) + "\n").encode())
     manifest.cache_clear()
     return sum((path / entry["file"]).stat().st_size for entry in entries.values())
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from ...interop.arguments import EMULATED
+from ...jit.whole import new_file
 from .. import launch, launch_backward
 from ..compile import cache_directory
 from ..compile.cubins import source_digest
@@ -62,10 +62,8 @@ def _read(path: Path) -> list[np.ndarray] | None:
 
 def _write(path: Path, arrays: list[np.ndarray]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
+    with new_file(path) as file:
         np.savez_compressed(file, *arrays)
-    os.replace(name, path)  # readers find the old file or the new one
 
 
 def make(kind: str, case: tuple, arch: str, folder: str | None = None) -> bool:

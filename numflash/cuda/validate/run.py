@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import UnsupportedError
+from ...jit.whole import write_whole
 from ..compile import ARCHITECTURES, Key, compiled
 from . import expected, page, peers, processes, rates
 from .families import Family, families
@@ -47,11 +47,8 @@ def _say(text: str) -> None:
 
 
 def _write(found: dict[str, Any], path: str) -> None:
-    """Write atomically: a reader sees the old file or the new one."""
     if path != "-":
-        new = Path(path + ".new")
-        new.write_text(json.dumps(found, indent=1) + "\n")
-        os.replace(new, path)
+        write_whole(path, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def compile_one(key: Key) -> None:
