@@ -6,36 +6,22 @@ What others may write is not read, what cannot be saved is not missed, and clear
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
+from processes import ROOT
 
-import numflash
 from numflash.jit import whole
 
-ROOT = Path(numflash.__file__).parent.parent
 QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 
 
-def python(code, cache, *arguments, wrapper=(), **environment):
-    """A new process with its compiled kernels in `cache`."""
-    return subprocess.run(
-        [*wrapper, sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "NUMBA_CACHE_DIR": str(cache),
-            "HOME": str(cache) + "-home",
-            "XDG_CACHE_HOME": str(cache) + "-home",
-            **environment,
-        },
-    )
+def python(code, cache, *arguments):
+    """A new process with its compiled kernels in `cache`, and nothing in a home of its own."""
+    home = f"{cache}-home"
+    return processes.run(code, cache, *arguments, check=False, HOME=home, XDG_CACHE_HOME=home)
 
 
 def entries(cache, suffixes=(".nbi", ".nbc")):
@@ -141,14 +127,8 @@ def test_a_full_disk_does_not_stop_a_call(tmp_path):
     The kernel is compiled, so the call succeeds.
     """
     script = f"ulimit -f 8; exec \"$0\" -c '{QUANTIZE}'"
-    done = subprocess.run(
-        ["bash", "-c", script, sys.executable],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
-    )
-    assert done.returncode == 0 and done.stdout.startswith("[["), done.stderr[-3000:]
+    done = processes.start(cache=tmp_path / "cache", wrapper=("bash", "-c", script))
+    assert done.stdout.startswith("[["), done.stderr[-3000:]
     assert done.stderr.count("not saved") == 1 and str(tmp_path / "cache") in done.stderr
     assert not list((tmp_path / "cache").rglob("*.tmp.*"))
 

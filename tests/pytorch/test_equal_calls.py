@@ -102,8 +102,13 @@ def test_tensors_that_are_not_their_memory(direct):
 def test_options_that_are_equal_but_not_allowed():
     for _ in range(2):
         nt.attention(Q, K, V, is_causal=True, softcap=1.0)
-    for wrong in ({"alignment": 1}, {"impl": "gpu"}, {"precision": "int4"}, {"softcap": "1"}):
-        with pytest.raises((NumflashError, RuntimeError, TypeError)):
+    for wrong, error, message in (
+        ({"alignment": 1}, RuntimeError, "'str' for argument 'alignment'"),  # PyTorch's own
+        ({"impl": "gpu"}, ArgumentError, "impl: got 'gpu'; allowed: "),
+        ({"precision": "int4"}, ArgumentError, "precision: got 'int4'; allowed: "),
+        ({"softcap": "1"}, RuntimeError, "'float' for argument 'softcap'"),
+    ):
+        with pytest.raises(error, match=message):
             nt.attention(Q, K, V, **{"is_causal": True, "softcap": 1.0, **wrong})
     with pytest.raises(NumflashError, match="enable_gqa"):
         nt.attention(Q, K[:, :2], V[:, :2])
