@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.backends import solve
-from ..interop.arguments import known
+from ..interop.arguments import refuse_unknown
 from ..interop.arrays import convert, deliver, import_array, restore, to_float32
 from ..numerics.merge import apply_sinks, join, weights
 from ..numerics.quantization import QuantizedTensor, quantize_heads
@@ -247,8 +247,18 @@ def all_gather_attention(
         As in `ring_attention`.
     options
         Every other keyword of `ring_attention`.
+
+    Returns
+    -------
+    out, lse
+        As `ring_attention` returns them.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+        The same on every rank, naming the rank that met it.
     """
-    known("all_gather_attention", options, DEFAULTS)
+    refuse_unknown("all_gather_attention", options, DEFAULTS)
     return run(comm, query, key, value, gather_work, report, {**DEFAULTS, **options})
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..interop.arrays import convert, import_array
 from ..numerics.merge import join, weights
-from .agreement import agree, communicator, same
+from .agreement import agree, communicator, require_same
 
 F = np.float32
 
@@ -138,4 +138,4 @@ def settle(comm: Any, error: Exception | None, given: dict[str, Any]) -> None:
             raise error
         return given
 
-    same(agree(comm, check))
+    require_same(agree(comm, check))

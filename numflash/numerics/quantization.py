@@ -271,6 +271,11 @@ def quantize_qkv(
         products stay as they are, and channels that are much larger than others cost no digits of
         the others. What is returned then are not the three tensors of `attention`.
 
+    Returns
+    -------
+    query, key, value : QuantizedTensor
+        Data int8 of the arrays' shapes.
+
     Raises
     ------
     ArgumentError, ArgumentTypeError

@@ -28,13 +28,13 @@ def _kind(x: Any) -> str:
 
 
 def _check_part(name: str, x: Any, dtype: type, shape: tuple[int, ...]) -> None:
-    """Whether an attribute of a QuantizedTensor is the array that it should be."""
+    """Raise ArgumentError unless an attribute of a QuantizedTensor is such an array."""
     if not _is_plain(x, dtype) or x.shape != shape:
         raise ArgumentError(f"{name}: got {_kind(x)}; allowed: {np.dtype(dtype)} {shape}")
 
 
 def _check_parts(name: str, t: QuantizedTensor) -> None:
-    """Whether the parts of a QuantizedTensor fit each other.
+    """Raise unless the parts of a QuantizedTensor fit each other.
 
     Looked at once, the arrays are not expected to change.
     """
