@@ -13,7 +13,7 @@ from ..dispatch.backends import solve
 from ..interop.arguments import refuse_unknown
 from ..interop.arrays import convert, deliver, import_array, restore, to_float32
 from ..numerics.merge import apply_sinks, join, weights
-from ..numerics.quantization import QuantizedTensor, quantize_heads
+from ..numerics.quantization import quantize_heads
 from .agreement import agree, communicator
 from .plan import Plan, make_plan
 from .ring import Report, rotate
@@ -102,14 +102,8 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
         query = p.query
         own = Shard.of(ranges, p.key, p.value)
         if agreed is not None:
-            t = quantize_heads(to_float32(p.query).reshape(b * h, length, d), "row", False)
-            bad = None if t.nonfinite is None else t.nonfinite.reshape(b, h, length)
-            query = QuantizedTensor(
-                t.data.reshape(b, h, length, d),
-                t.scale.reshape(b, h, length, 1),
-                "row",
-                nonfinite=bad,
-            )
+            rows = to_float32(p.query).reshape(b * h, length, d)
+            query = quantize_heads(rows, "row", False).unfolded((b, h))
             own = quantise_shard(to_float32(p.key), to_float32(p.value), ranges, p, agreed)
         out = np.zeros((b, h, length, dv), np.float32)
         lse = np.full((b, h, length), -np.inf, np.float32)

@@ -6,13 +6,13 @@ from oracles import naive, qkv
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import numflash  # noqa: E402
-import numflash.torch as nt  # noqa: E402
-from numflash.dispatch import plans  # noqa: E402
-from numflash.errors import ArgumentError, NumflashError  # noqa: E402
-from numflash.torch import sdpa  # noqa: E402
+import numflash
+import numflash.torch as nt
+from numflash.dispatch import plans
+from numflash.errors import ArgumentError, NumflashError
+from numflash.torch import sdpa
 
 ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
 Q, K, V = (torch.from_numpy(x) for x in ARRAYS)

@@ -119,14 +119,12 @@ class Card:
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A buffer of zeros; it goes back when the array and its views are gone."""
         d = self.device.driver
-        size = np.dtype(dtype).itemsize
-        nbytes = max(16, int(np.prod(shape)) * size)
+        nbytes = max(16, int(np.prod(shape)) * np.dtype(dtype).itemsize)
         with self.device.active(), Uncaptured(d):
             address = int(check(d, d.cuMemAlloc(nbytes)))
             check(d, d.cuMemsetD8Async(address, 0, nbytes, self.stream))
             check(d, d.cuStreamSynchronize(self.stream))  # the copies' stream may write it next
-        strides = tuple(int(n) * size for n in np.cumprod((1, *shape[:0:-1]))[::-1])
-        memory = Memory(address, shape, strides, np.dtype(dtype).str)
+        memory = Memory(address, shape, None, np.dtype(dtype).str)
         weakref.finalize(memory, self.device.release, address)
         return np.asarray(memory)
 

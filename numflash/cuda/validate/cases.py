@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from ... import reference, validation
-from ...interop.arrays import convert
+from ...interop.arguments import EMULATED
+from ...interop.arrays import convert, widen
 from ...numerics.quantization import quantize_problem
 from ...validation.options import Options
 
@@ -123,6 +124,17 @@ def problem_of(
     """The same, quantised for precision "int8"."""
     problem = floats_of(shape, precision, options, seed)
     return quantize_problem(problem) if precision == "int8" else problem
+
+
+def emulated_as(arch: str) -> str:
+    """The architecture whose kernels the emulator runs for one: Blackwell runs what sm_80 does."""
+    return arch if arch in EMULATED else "sm_80"
+
+
+def relative_l2(found: np.ndarray, exact: np.ndarray) -> float:
+    """|found - exact| / |exact|, of floats or bfloat16 bits; |found - exact| where that is 0."""
+    size = float(np.linalg.norm(exact))
+    return float(np.linalg.norm(widen(found) - exact)) / (size or 1.0)
 
 
 def gradient_operands(

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...errors import UnsupportedError
 from ...jit.whole import write_whole
 from ..compile import ARCHITECTURES, Key, compiled
 from . import expected, page, peers, processes, rates
@@ -57,14 +56,6 @@ def compile_one(key: Key) -> None:
     compiled(factory, arch, "cubin", **dict(constants))
 
 
-def expect_one(kind: str, case: tuple, arch: str) -> None:
-    """Make the emulator's results of a problem; one without a kernel has none."""
-    try:
-        expected.make(kind, case, arch)
-    except UnsupportedError:
-        return
-
-
 def ahead(pool: Any, listed: Iterable[Family], arch: str) -> dict[str, list[Future]]:
     """Enqueue what each family needs, in the order of the families: {family: what to wait for}."""
     seen: dict[Any, Future] = {}
@@ -72,7 +63,7 @@ def ahead(pool: Any, listed: Iterable[Family], arch: str) -> dict[str, list[Futu
     for family in listed:
         keys = sorted(kernels_of(family, arch), key=str)
         made: list[tuple[Any, tuple]] = [(compile_one, (key,)) for key in keys]
-        made += [(expect_one, (family.kind, case, arch)) for case in family.cases]
+        made += [(expected.made, (family.kind, case, arch)) for case in family.cases]
         for work, given in made:
             if str(given) not in seen:
                 seen[str(given)] = pool.submit(work, *given)
@@ -243,6 +234,6 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json == "-":
         print(json.dumps(found, indent=1))
     if chosen.page:
-        Path(chosen.page).write_text(page.page(found))
+        Path(chosen.page).write_text(page.page(found), encoding="utf-8")
     passed = all(row["state"] == "passed" for row in found["families"])
     return 0 if "stopped" not in found and passed else 1
