@@ -408,9 +408,8 @@ def attention_varlen(
     out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
     lse = np.full(shape[:2], -np.inf, np.float32)
     parts = []
-    for problem, chosen in validation.sequences(whole, cu_q, cu_k, asked.alignment):
-        if functions is not None:
-            problem = functions(problem, chosen)
+    for batch, chosen in validation.sequences(whole, cu_q, cu_k, asked.alignment):
+        problem = batch if functions is None else functions(batch, chosen)
         part, part_lse = solve(problem, impl)
         validation.scattered(out, convert(part, "float32"), cu_q, chosen)
         if part_lse is not None:

@@ -216,7 +216,22 @@ def ring_attention(
         The same on every rank, naming the rank that met it.
     """
     options = {
-        k: v for k, v in locals().items() if k not in ("comm", "query", "key", "value", "report")
+        "split": split,
+        "split_kv": split_kv,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "window": window,
+        "alignment": alignment,
+        "key_lengths": key_lengths,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "precision": precision,
+        "pv": pv,
+        "layout": layout,
+        "return_lse": return_lse,
+        "impl": impl,
     }
 
     def work(comm: Any, job: Job, report: Report) -> None:
