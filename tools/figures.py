@@ -139,9 +139,9 @@ def decode_calls() -> dict[str, Callable[[], Any]]:
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
         calls[name] = peer
-    exact = calls[PEER]().numpy().reshape(1, 32, 1, 128)
+    theirs = calls[PEER]().numpy().reshape(1, 32, 1, 128)
     for name in (FLOAT32, INT8):
-        error = np.abs(calls[name]() - exact).sum() / np.abs(exact).sum()
+        error = np.abs(calls[name]() - theirs).sum() / np.abs(theirs).sum()
         if not error <= LIMITS[name]:
             raise ArithmeticError(f"{name}, decoding: relative L1 {error:.2g} from PyTorch")
     return calls

@@ -16,7 +16,8 @@ import numpy as np
 from ..cache.kvcache import KVCache
 from ..jit import threads
 from .metrics import errors as errors_of
-from .short_calls import PEER, PEER_BFLOAT16, in_turns
+from .short_calls import PEER, PEER_BFLOAT16
+from .timing import in_turns
 
 SHAPES = (  # (query heads, KV heads, tokens, D)
     (14, 2, 256, 64),
