@@ -10,7 +10,7 @@ from . import validation
 from .dispatch import plans
 from .dispatch.backends import solve, solve_backward
 from .errors import ArgumentError, UnsupportedError
-from .interop.arguments import choice, known
+from .interop.arguments import choice, refuse_unknown
 from .interop.arrays import convert, deliver, on_device, restore
 from .validation.options import COMMON, IMPLS, Options
 
@@ -284,6 +284,8 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
         are promoted
     key : QuantizedTensor (B, Hkv, S, D), granularity "row", "block" or "tensor", smoothed or not
     value : QuantizedTensor (B, Hkv, S, Dv), granularity "channel" or "tensor"; any with pv="bf16" or "fp32"
+    impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
+        As `attention` takes it.
     options
         attn_mask, is_causal, scale, enable_gqa, window, alignment, key_lengths, softcap,
         alibi_slopes, sinks, pv, return_lse: as `attention` takes them.
@@ -302,7 +304,7 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     if plan is not None:
         return plan(query, key, value)
     choice("impl", impl, IMPLS)
-    known("attention_int8", options, (*COMMON, "pv", "return_lse", "impl"))
+    refuse_unknown("attention_int8", options, (*COMMON, "pv", "return_lse", "impl"))
     problem = validation.quantized_problem(query, key, value, Options(**options))
     ndim = query.data.ndim
     out, lse = solve(problem, impl)
@@ -346,10 +348,18 @@ def attention_varlen(
 
     Parameters
     ----------
-    query : (total_q, H, D) array;  key, value : (total_k, Hkv, D) and (total_k, Hkv, Dv)
+    query : (total_q, H, D) array
+        Of the kinds and dtypes that `attention` takes.
+    key, value : (total_k, Hkv, D) and (total_k, Hkv, Dv) arrays
     cu_seqlens_q, cu_seqlens_k : (N + 1,) integers
         Cumulative lengths: sequence n is rows cu[n] to cu[n + 1]; the first is 0, the last the
         total.
+    is_causal : bool
+        A row attends to no key of its sequence beyond its diagonal.
+    return_lse : bool
+        Also return the log-sum-exp of each row.
+    impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
+        As `attention` takes it.
     options
         scale, enable_gqa, window, alignment, softcap, alibi_slopes (H,), sinks, precision, pv: as
         `attention` takes them.
@@ -358,8 +368,8 @@ def attention_varlen(
 
     Returns
     -------
-    out : (total_q, H, Dv), of the kind and dtype of query
-    lse : (total_q, H) float32; only with `return_lse`
+    out : (total_q, H, Dv), of the kind and dtype of query (float32 for float64)
+    lse : (total_q, H) float32, natural log; only with `return_lse`
 
     Raises
     ------
@@ -373,7 +383,7 @@ def attention_varlen(
         if plan is not None:
             return plan(query, key, value)
     named = ("is_causal", "return_lse", "impl", "score_mod", "mask_mod")
-    known("attention_varlen", options, (*VARLEN_OPTIONS, *named))
+    refuse_unknown("attention_varlen", options, (*VARLEN_OPTIONS, *named))
     choice("impl", impl, IMPLS)
     asked = Options(is_causal=is_causal, return_lse=return_lse, layout="blhd", **options)
     operands = validation.import_operands(query, key, value)
@@ -398,9 +408,8 @@ def attention_varlen(
     out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
     lse = np.full(shape[:2], -np.inf, np.float32)
     parts = []
-    for problem, chosen in validation.sequences(whole, cu_q, cu_k, asked.alignment):
-        if functions is not None:
-            problem = functions(problem, chosen)
+    for batch, chosen in validation.sequences(whole, cu_q, cu_k, asked.alignment):
+        problem = batch if functions is None else functions(batch, chosen)
         part, part_lse = solve(problem, impl)
         validation.scattered(out, convert(part, "float32"), cu_q, chosen)
         if part_lse is not None:
@@ -427,6 +436,13 @@ def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> A
     -------
     Explanation
         `print` it, or read its fields.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As `attention`.
+    UnsupportedError
+        `impl` "cuda" without a card, or a problem that cards have no kernel for.
     """
     from .dispatch.explanation import explain_problem
 

@@ -51,7 +51,7 @@ def test_explain(capsys):
 def test_asm(capsys):
     assert "quantize-rows" in as_json(capsys, "asm", "--list")
     found = as_json(capsys, "asm", "quantize-rows", "--cpu", "neoverse-v1")
-    assert found
+    assert found["triple"] == "aarch64-unknown-linux-gnu" and found["instructions"]["smax z.s"] > 0
 
 
 def test_bench_of_short_calls(capsys, monkeypatch):
@@ -61,7 +61,7 @@ def test_bench_of_short_calls(capsys, monkeypatch):
     (found,) = as_json(capsys, "bench", "--short")
     assert found["shape"] == [1, 1, 16, 64]
     assert {"arrays", "int8", "int8, ready"} <= set(found["seconds"])
-    assert all(0 < seconds < 0.1 for seconds in found["seconds"].values())
+    assert all(seconds > 0 for seconds in found["seconds"].values())
 
 
 @pytest.mark.slow

@@ -6,41 +6,44 @@ What others may write is not read, what cannot be saved is not missed, and clear
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
+from processes import ROOT
 
-import numflash
+from numflash.jit import whole
 
-ROOT = Path(numflash.__file__).parent.parent
 QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 
 
-def python(code, cache, *arguments, wrapper=(), **environment):
-    """A new process with its compiled kernels in `cache`."""
-    return subprocess.run(
-        [*wrapper, sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "NUMBA_CACHE_DIR": str(cache),
-            "HOME": str(cache) + "-home",
-            "XDG_CACHE_HOME": str(cache) + "-home",
-            **environment,
-        },
-    )
+def python(code, cache, *arguments):
+    """A new process with its compiled kernels in `cache`, and nothing in a home of its own."""
+    home = f"{cache}-home"
+    return processes.run(code, cache, *arguments, check=False, HOME=home, XDG_CACHE_HOME=home)
 
 
 def entries(cache, suffixes=(".nbi", ".nbc")):
     return sorted(
         path for path in Path(cache).rglob("*") if path.suffix in suffixes and path.is_file()
     )
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    file = tmp_path / "numbers"
+    whole.write_whole(file, b"old")
+
+    def fail():
+        with whole.new_file(file) as new:
+            new.write(b"half of the")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
+    whole.write_whole(file, b"new")
+    assert file.read_bytes() == b"new" and list(tmp_path.iterdir()) == [file]
 
 
 class Planted:
@@ -124,14 +127,8 @@ def test_a_full_disk_does_not_stop_a_call(tmp_path):
     The kernel is compiled, so the call succeeds.
     """
     script = f"ulimit -f 8; exec \"$0\" -c '{QUANTIZE}'"
-    done = subprocess.run(
-        ["bash", "-c", script, sys.executable],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
-    )
-    assert done.returncode == 0 and done.stdout.startswith("[["), done.stderr[-3000:]
+    done = processes.start(cache=tmp_path / "cache", wrapper=("bash", "-c", script))
+    assert done.stdout.startswith("[["), done.stderr[-3000:]
     assert done.stderr.count("not saved") == 1 and str(tmp_path / "cache") in done.stderr
     assert not list((tmp_path / "cache").rglob("*.tmp.*"))
 

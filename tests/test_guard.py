@@ -3,17 +3,11 @@
 What is written or read beyond what is right becomes an error that names the buffer.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from daily import isas_of_today
+from processes import start
 
 from numflash.jit import target
-
-ROOT = Path(__file__).parent.parent
 
 PLANTED = """
 import numpy as np
@@ -70,17 +64,7 @@ SUITE = (
 
 
 def guarded(*command, timeout):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMFLASH_GUARD": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=ROOT,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    return done.stdout
+    return start(*command, timeout=timeout, NUMFLASH_GUARD="1").stdout
 
 
 def test_planted_faults_are_found_and_the_buffer_named(tmp_path):

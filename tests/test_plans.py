@@ -181,7 +181,7 @@ def test_plans_are_bounded(monkeypatch):
         np.testing.assert_allclose(out, naive(Q, K, V)[0][:, :, :n], atol=1e-5)
 
 
-def test_scratch_memory_is_bounded_and_each_threads_own(monkeypatch):
+def test_scratch_memory_is_bounded_and_each_threads_own():
     own = scratch.Scratch()
     a = own.take(1000)
     b = own.take(1000)  # as from a signal handler, within the other call

@@ -3,43 +3,28 @@
 Nothing here may crash, hang, or give a wrong answer.
 """
 
+import json
 import os
 import platform
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from oracles import qkv
+from processes import ROOT, run, start
 
 import numflash
 
-ROOT = Path(numflash.__file__).parent.parent
 QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
 
 
-def python(code, cache, timeout=300, cwd=ROOT, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(cwd), "NUMBA_CACHE_DIR": str(cache), **environment},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
 def test_damaged_caches_are_compiled_anew(tmp_path):
-    want = python(QUANTIZE, tmp_path)
+    want = run(QUANTIZE, tmp_path)
     assert "compiling" in want.stderr, "the first call says so"
     files = [f for f in tmp_path.rglob("*") if f.suffix in (".nbi", ".nbc")]
     assert files
     whole = {f: f.read_bytes() for f in files}
-    assert "compiling" not in python(QUANTIZE, tmp_path).stderr, (
+    assert "compiling" not in run(QUANTIZE, tmp_path).stderr, (
         "the second call takes it from the disk"
     )
 
@@ -52,14 +37,14 @@ def test_damaged_caches_are_compiled_anew(tmp_path):
     for damage in (half, flipped):
         for f, data in whole.items():
             f.write_bytes(damage(data))
-        assert python(QUANTIZE, tmp_path).stdout == want.stdout
+        assert run(QUANTIZE, tmp_path).stdout == want.stdout
     # one kernel's code under another kernel's name
     codes = [f for f in files if f.suffix == ".nbc"]
     for f, data in whole.items():
         f.write_bytes(data)
-    if len(codes) > 1:
-        codes[0].write_bytes(whole[codes[1]])
-        assert python(QUANTIZE, tmp_path).stdout == want.stdout
+    assert len(codes) > 1
+    codes[0].write_bytes(whole[codes[1]])
+    assert run(QUANTIZE, tmp_path).stdout == want.stdout
 
 
 def test_a_kernel_from_the_cache_loads_no_compiler(tmp_path):
@@ -71,8 +56,8 @@ def test_a_kernel_from_the_cache_loads_no_compiler(tmp_path):
         "import gc, sys, numpy as np, numflash; x = numflash.quantize(np.ones((2, 4), np.float32)); "
         "print(x.data.sum(), 'numba.np.linalg' in sys.modules, gc.isenabled())"
     )
-    assert python(code, tmp_path).stdout.split() == ["1016", "True", "True"]
-    assert python(code, tmp_path).stdout.split() == ["1016", "False", "True"]
+    assert run(code, tmp_path).stdout.split() == ["1016", "True", "True"]
+    assert run(code, tmp_path).stdout.split() == ["1016", "False", "True"]
 
 
 def test_an_edited_helper_in_another_file_is_seen(tmp_path):
@@ -82,14 +67,14 @@ def test_an_edited_helper_in_another_file_is_seen(tmp_path):
     shutil.copytree(
         ROOT / "numflash", tmp_path / "numflash", ignore=shutil.ignore_patterns("__pycache__")
     )
-    first = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
+    first = run(QUANTIZE, tmp_path / "cache", folder=tmp_path)
     errors = tmp_path / "numflash" / "errors.py"
     errors.write_text(errors.read_text() + "\n# edited\n")
-    second = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
+    second = run(QUANTIZE, tmp_path / "cache", folder=tmp_path)
     assert "compiling" in second.stderr and first.stdout == second.stdout
     unrelated = tmp_path / "numflash" / "commands" / "cli.py"
     unrelated.write_text(unrelated.read_text() + "\n# edited\n")
-    assert "compiling" not in python(QUANTIZE, tmp_path / "cache", cwd=tmp_path).stderr
+    assert "compiling" not in run(QUANTIZE, tmp_path / "cache", folder=tmp_path).stderr
 
 
 def test_long_arrays_that_differ_in_the_middle_are_two_kernels():
@@ -162,20 +147,8 @@ def test_closures_compiled_in_other_processes_keep_apart(tmp_path):
     (tmp_path / "factory.py").write_text(FACTORY)
 
     def made(*steps, cache="cache"):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
-            "NUMBA_CACHE_DIR": str(tmp_path / cache),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", MADE, *map(str, steps)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return eval(done.stdout)
+        path = f"{tmp_path}{os.pathsep}{ROOT}"
+        return json.loads(run(MADE, tmp_path / cache, *steps, PYTHONPATH=path).stdout)
 
     want = made(1) + made(2) + made(3)
     assert len(set(want)) == 3
@@ -216,15 +189,7 @@ def test_kernels_from_the_cache_find_what_shares_out_their_tasks(tmp_path):
     script.write_text(TASKS)
 
     def made(*steps):
-        done = subprocess.run(
-            [sys.executable, str(script), *map(str, steps)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)},
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()
+        return start(script, *steps, cache=cache).stdout.splitlines()
 
     def lines(*steps, hits):
         return [f"[{10 * step}, {10 * step + 1}] {hits}" for step in steps]
@@ -240,18 +205,11 @@ def test_kernels_from_the_cache_find_what_shares_out_their_tasks(tmp_path):
 
 
 def test_a_kernel_typed_at_the_prompt_is_not_cached():
-    python("from numflash.jit.compiler import kernel; assert kernel(lambda x: x + 1)(1) == 2", "")
+    run("from numflash.jit.compiler import kernel; assert kernel(lambda x: x + 1)(1) == 2")
 
 
 def test_without_a_compiler_there_is_an_error_that_says_so():
-    done = subprocess.run(
-        [sys.executable, "-m", "numflash", "explain"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
-    )
+    done = start("-m", "numflash", "explain", check=False, NUMBA_DISABLE_JIT="1")
     assert done.returncode == 1 and done.stderr.startswith("numflash: NUMBA_DISABLE_JIT is set"), (
         done.stderr[-2000:]
     )
@@ -260,34 +218,20 @@ def test_without_a_compiler_there_is_an_error_that_says_so():
 def test_unwritable_cache_still_computes(tmp_path):
     folder = tmp_path / "file"
     folder.write_text("not a folder")
-    done = subprocess.run(
-        [sys.executable, "-c", QUANTIZE],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder)},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    data = numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data
+    assert run(QUANTIZE, folder).stdout == f"{data.tolist()}\n"
 
 
-@pytest.mark.parametrize("precision", ["int8"])
-def test_many_python_threads_at_once(precision):
+def test_many_python_threads_at_once():
     problems = [qkv(b=1, h=2, l=64 + 7 * i, s=130 + i, d=64, seed=i) for i in range(12)]
-    want = [
-        numflash.attention(*p, precision=precision, is_causal=True, return_lse=True)
-        for p in problems
-    ]
+
+    def attend(arrays):
+        return numflash.attention(*arrays, precision="int8", is_causal=True, return_lse=True)
+
+    want = list(map(attend, problems))
     with ThreadPoolExecutor(6) as pool:
         for _ in range(3):
-            got = list(
-                pool.map(
-                    lambda p: numflash.attention(
-                        *p, precision=precision, is_causal=True, return_lse=True
-                    ),
-                    problems,
-                )
-            )
-            for mine, other in zip(got, want, strict=True):
+            for mine, other in zip(pool.map(attend, problems), want, strict=True):
                 np.testing.assert_array_equal(mine[0], other[0])
                 np.testing.assert_array_equal(mine[1], other[1])
 
@@ -311,12 +255,7 @@ def test_worker_processes(method, first, tmp_path):
     """Spawned workers always work; forked ones if the parent has not run a kernel yet."""
     script = tmp_path / "work.py"
     script.write_text(CHILD.format(method=method, first=first))
-    subprocess.run(
-        [sys.executable, str(script)],
-        check=True,
-        timeout=400,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    start(script, timeout=400)
 
 
 FORKED = """
@@ -341,7 +280,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_forked_after_a_kernel_ran_gets_an_error_not_a_crash():
-    python(FORKED, "", NUMBA_CACHE_DIR="")
+    run(FORKED)
 
 
 MEMORY = """
@@ -370,23 +309,15 @@ print((status("VmHWM") - before - out.nbytes) / 1e6)
         ("", "numflash.attention(q, k, v, precision='int8')"),
     ],
 )
-def test_memory_beyond_inputs_and_output(prepare, call, tmp_path):
+def test_memory_beyond_inputs_and_output(prepare, call):
     """The score matrix of 32768 x 32768 would take 4 GB; 100 MB must do for everything."""
-    done = python(
-        MEMORY.format(length=32768, prepare=prepare, call=call),
-        ROOT / ".unused",
-        NUMBA_CACHE_DIR="",
-    )
+    done = run(MEMORY.format(length=32768, prepare=prepare, call=call))
     assert float(done.stdout) < 100, done.stdout
 
 
 def test_memory_is_measured():
     """The measure sees a score matrix."""
-    done = python(
-        MEMORY.format(length=8192, prepare="", call="(q @ k.swapaxes(2, 3)) @ v"),
-        ROOT / ".unused",
-        NUMBA_CACHE_DIR="",
-    )
+    done = run(MEMORY.format(length=8192, prepare="", call="(q @ k.swapaxes(2, 3)) @ v"))
     assert float(done.stdout) > 200, done.stdout
 
 
@@ -409,4 +340,4 @@ def test_a_call_finds_the_memory_of_the_last_one():
 
     1500 pages, which the system would clear anew each time.
     """
-    assert float(python(AGAIN, ROOT / ".unused", NUMBA_CACHE_DIR="").stdout) < 100
+    assert float(run(AGAIN).stdout) < 100

@@ -139,9 +139,9 @@ def decode_calls() -> dict[str, Callable[[], Any]]:
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
         calls[name] = peer
-    exact = calls[PEER]().numpy().reshape(1, 32, 1, 128)
+    theirs = calls[PEER]().numpy().reshape(1, 32, 1, 128)
     for name in (FLOAT32, INT8):
-        error = np.abs(calls[name]() - exact).sum() / np.abs(exact).sum()
+        error = np.abs(calls[name]() - theirs).sum() / np.abs(theirs).sum()
         if not error <= LIMITS[name]:
             raise ArithmeticError(f"{name}, decoding: relative L1 {error:.2g} from PyTorch")
     return calls
@@ -219,7 +219,7 @@ def measure(what: str = "all") -> None:
     from numflash.measure.data import minilm
     from numflash.measure.metrics import accuracy
 
-    found = json.loads(DATA.read_text()) if DATA.exists() else {}
+    found = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
     with on_threads(1):
         if what == "warm":
             for causal in (False, True):
@@ -250,7 +250,7 @@ def measure(what: str = "all") -> None:
                 print(length, times, flush=True)
     if what != "ready":
         found["accuracy"] = {name: e.as_dict() for name, e in accuracy(*minilm()).items()}
-    DATA.write_text(json.dumps(found, indent=1) + "\n")
+    DATA.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def draw() -> None:
@@ -260,7 +260,7 @@ def draw() -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    found = json.loads(DATA.read_text())
+    found = json.loads(DATA.read_text(encoding="utf-8"))
     lengths = [point["length"] for point in found["sweep"]]
     styles = {INT8: ("o-", 2.6), FLOAT32: ("s-", 2.0), PEER16: ("^--", 1.6)}
     pyplot.rcParams |= {"svg.hashsalt": "numflash", "svg.fonttype": "path", "font.size": 11}
@@ -292,7 +292,9 @@ def draw() -> None:
         path = ROOT / "docs" / "assets" / f"ratio-{scheme}.svg"
         figure.savefig(path, transparent=True, metadata={"Date": None})
         text = path.read_text(encoding="utf-8")
-        path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+        path.write_text(
+            "\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8"
+        )
         pyplot.close(figure)
 
 
@@ -405,7 +407,7 @@ BLOCKS: dict[str, Callable[[dict[str, Any], bool], str]] = {
 
 def filled(page: Path) -> str:
     """The text of a page with its figures as the file has them."""
-    found = json.loads(DATA.read_text())
+    found = json.loads(DATA.read_text(encoding="utf-8"))
 
     def block(match: re.Match[str]) -> str:
         text = BLOCKS[match[3]](found, page.name == "README.md")

@@ -244,9 +244,9 @@ def main() -> None:
         rows = prefill(model, asked.tokens, asked.rounds, asked.chunk)
         show(f"{title}, chunks of {asked.chunk}: s", rows, "seconds")
     if asked.json:
-        held = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+        held = json.loads(asked.json.read_text(encoding="utf-8")) if asked.json.exists() else {}
         held[title] = rows
-        asked.json.write_text(json.dumps(held, indent=1) + "\n")
+        asked.json.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

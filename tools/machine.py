@@ -33,7 +33,7 @@ from numflash.measure import roofline
 from numflash.measure.console import Progress, Table
 from numflash.measure.contenders import Case, on_threads
 from numflash.measure.metrics import errors
-from numflash.measure.short_calls import Calls, in_turns
+from numflash.measure.timing import Calls, in_turns
 
 ROUNDS = 9
 CHECKED = 32  # the last query rows are held against float64

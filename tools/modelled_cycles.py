@@ -10,5 +10,7 @@ FILE = Path(__file__).parents[1] / "numflash/measure/data/modelled_cycles.json"
 
 if __name__ == "__main__":
     found = {cpu: cycles_per_score(cpu) for cpu in CPUS}
-    FILE.write_text(json.dumps({"llvm_mca": Model(CPUS[0]).version, **found}, indent=1) + "\n")
-    print(FILE.read_text())
+    FILE.write_text(
+        json.dumps({"llvm_mca": Model(CPUS[0]).version, **found}, indent=1) + "\n", encoding="utf-8"
+    )
+    print(FILE.read_text(encoding="utf-8"))

@@ -143,7 +143,7 @@ def maps() -> None:
     """Write the map of every chapter that `numflash.course.chapters` knows."""
     for number, chapter in CHAPTERS.items():
         source = FOLDER / f"{chapter.slug}.py"
-        source.write_text(with_map(source.read_text(), number))
+        source.write_text(with_map(source.read_text(encoding="utf-8"), number), encoding="utf-8")
 
 
 def main(numbers: list[str]) -> None:
@@ -160,7 +160,7 @@ def main(numbers: list[str]) -> None:
                 raise SystemExit(
                     f"{source.name}: the notebook has {len(text)} bytes; allowed: {LIMIT}"
                 )
-            source.with_suffix(".ipynb").write_text(text)
+            source.with_suffix(".ipynb").write_text(text, encoding="utf-8")
             print(f"{source.with_suffix('.ipynb')}: {len(text) / 1000:.0f} kB")
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..numerics import fixedpoint as fx
 from ..numerics.scores import log_sum_exp, offset_products
 
-LOG2E = float(np.log2(np.e))
-LOWEST = float(np.finfo(np.float32).min)
+LOG2E, LOWEST = float(fx.LOG2E), float(fx.LOWEST)
 
 
 def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from ..errors import ArgumentError, NumflashError, UnsupportedError
 from ..interop.arguments import emulated_arch
 from ..numerics.quantization import QuantizedTensor
 from . import contents
-from .arguments import integer
+from .arguments import integer, output
 from .exact import positions
 from .memory import Memory
 from .settings import INTEGERS, MAX_LENGTH, Settings
@@ -102,6 +102,13 @@ class Holdings:
 
         In slot order; rows of a cache that rotates are those after it, `numflash.numerics.rotation`. A token
         that was not finite has zeros and is marked `nonfinite`.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            `sequence` is not 0 to B - 1, or the cache has another dtype.
+        NumflashError
+            A closed cache.
         """
         memory = self._open()
         b = self._sequence(memory, "sequence", sequence)
@@ -117,6 +124,13 @@ class Holdings:
 
         Slots are positions, except in a ring, whose tokens behind the sinks start over. Tokens that
         were not finite are NaN.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            `sequence` is not 0 to B - 1.
+        NumflashError
+            A closed cache.
         """
         memory = self._open()
         return contents.read(memory, self._sequence(memory, "sequence", sequence))
@@ -133,30 +147,42 @@ class Holdings:
 
         Parameters
         ----------
-        window : the next token's, itself included; None for all tokens. Not beyond the cache's own.
-        out : contiguous float32 arrays (Hkv, n or more, D) and (Hkv, ..., Dv) that are written from
-            their first token on, and of which views are returned; new ones unless given
+        sequence : int
+            0 to B - 1.
+        window : int, optional
+            The next token's, itself included; None for all tokens. Not beyond the cache's own.
+        out : pair of arrays, optional
+            Contiguous float32 arrays (Hkv, n or more, D) and (Hkv, n or more, Dv) that are written
+            from their first token on.
+
+        Returns
+        -------
+        tuple
+            Keys and values: views of `out`, or new arrays.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            A wrong argument, named in the message.
+        NumflashError
+            A closed cache.
         """
         memory = self._open()
         b = self._sequence(memory, "sequence", sequence)
         if out is None:
             return self._tail(memory, b, window)
         n = int(memory.store.lengths[b])
-        sizes = self.head_dim, self.value_dim
-        for x, d in zip(out, sizes, strict=True):
-            if x.ndim != 3 or x.shape[0] != self.kv_heads or x.shape[2] != d:
-                raise ArgumentError(
-                    f"out: got shape {x.shape}; allowed: ({self.kv_heads}, tokens, {d})"
-                )
-            if x.dtype != np.float32 or not x.flags.carray:
-                raise ArgumentError(f"out: got {x.dtype}; allowed: contiguous float32")
-        if window is None and self.window is None and n <= min(x.shape[1] for x in out):
+        for x, d in zip(out, (self.head_dim, self.value_dim), strict=True):
+            tokens = x.shape[1] if isinstance(x, np.ndarray) and x.ndim == 3 else n
+            output(x, (self.kv_heads, tokens, d))
+        room = min(x.shape[1] for x in out)
+        if window is None and self.window is None and n <= room:
             contents.read_into(memory, b, *out)
             return out[0][:, :n], out[1][:, :n]
         found = self._tail(memory, b, window)
         n = found[0].shape[1]
-        if n > min(x.shape[1] for x in out):
-            raise ArgumentError(f"out: got {out[0].shape[1]} tokens; allowed: {n} or more")
+        if n > room:
+            raise ArgumentError(f"out: got room for {room} tokens; allowed: {n} or more")
         for x, y in zip(out, found, strict=True):
             x[:, :n] = y
         return out[0][:, :n], out[1][:, :n]

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..interop.arguments import choice, flag
-from ..interop.arrays import convert, to_float32
+from ..interop.arrays import deliver, to_float32
 from ..numerics.merge import apply_sinks
 from .appending import Appending
 from .arguments import FLOAT32, floats, integer, is_float32, output
@@ -250,8 +250,7 @@ class KVCache(Appending):
             memory.calls.results[shape] = wanted
         exported: Any = result
         if taken is not None and out is None:
-            dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
-            exported = taken.export(convert(result, dtype), dtype)
+            exported = deliver(result, None, taken, False)
         return (exported, lse) if return_lse else exported
 
     def _attend(

@@ -154,6 +154,13 @@ class Sequences(Holdings):
         """Empty the given sequences (all unless given) and return their pages.
 
         Memory stays allocated.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            `sequences` is no integer from 0 to B - 1, nor several.
+        NumflashError
+            A closed cache.
         """
         memory = self._open()
         if sequences is None:

@@ -48,6 +48,44 @@ def against_reference(
     }
 
 
+def table_of(title: str, case: Case, results: dict[str, Result], roof: roofline.Roof) -> Table:
+    """A row for each contender."""
+    table = Table(
+        title,
+        (
+            "contender",
+            "ms",
+            "spread",
+            "GOP/s",
+            "INT8 peak",
+            "GB/s",
+            "relative L1",
+            "x reference",
+            f"x {PEER}",
+        ),
+    )
+    for name, r in results.items():
+        ratios = [
+            ratio(results[peer].timing, r.timing) if peer in results else ""
+            for peer in (REFERENCE, PEER)
+        ]
+        share = percent(r.rate, roof.int8, 1) if "int8" in name else ""
+        table.add(
+            name,
+            r.timing.milliseconds(),
+            f"{100 * r.timing.spread:.0f} %",
+            f"{r.rate / 1e9:.1f}",
+            share,
+            f"{case.traffic / r.seconds / 1e9:.2f}",
+            f"{r.errors.relative_l1:.1e}",
+            *ratios,
+            **r.as_dict(),
+        )
+    table.note = f"measured: {roof}; GB/s counts query, key, value and output once;\n"
+    table.note += "spread: how much longer the median call took than the fastest"
+    return table
+
+
 def run(
     case: Case, iterations: int = 5, threads: int = 1, reference_threads: int = 0
 ) -> dict[str, Any]:
@@ -74,40 +112,9 @@ def run(
             result = compete(contender, case, threads, iterations)
             if result:
                 results[contender.name] = result
-        table = Table(
-            f"{case}, {count(threads, 'thread')}, median of {iterations} or more",
-            (
-                "contender",
-                "ms",
-                "spread",
-                "GOP/s",
-                "INT8 peak",
-                "GB/s",
-                "relative L1",
-                "x reference",
-                f"x {PEER}",
-            ),
-        )
         roof = roof.confirmed([r.rate for name, r in results.items() if "int8" in name])
-        for name, r in results.items():
-            ratios = [
-                ratio(results[peer].timing, r.timing) if peer in results else ""
-                for peer in (REFERENCE, PEER)
-            ]
-            share = percent(r.rate, roof.int8, 1) if "int8" in name else ""
-            table.add(
-                name,
-                r.timing.milliseconds(),
-                f"{100 * r.timing.spread:.0f} %",
-                f"{r.rate / 1e9:.1f}",
-                share,
-                f"{case.traffic / r.seconds / 1e9:.2f}",
-                f"{r.errors.relative_l1:.1e}",
-                *ratios,
-                **r.as_dict(),
-            )
-        table.note = f"measured: {roof}; GB/s counts query, key, value and output once;\n"
-        table.note += "spread: how much longer the median call took than the fastest"
+        title = f"{case}, {count(threads, 'thread')}, median of {iterations} or more"
+        table = table_of(title, case, results, roof)
         reference = None
         if reference_threads:
             progress.step(f"{REFERENCE} on {count(reference_threads, 'thread')}")

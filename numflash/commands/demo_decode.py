@@ -133,34 +133,44 @@ def run(
                 x = x + out.reshape(1, HIDDEN) @ layer.o
             x = x / np.sqrt((x * x).mean() + F(1e-6))
         elapsed = time.perf_counter() - begin - checking
-    size = sum(layer.cache.nbytes for layer in layers)
-    per_token = seconds / max(1, steps)
-    rate = steps / elapsed if steps else 0.0
-    mean = total / max(1, steps * LAYERS)
     result = {
         "dtype": dtype,
         "threads": threads,
         "layers": LAYERS,
         "prefill": prefill,
         "steps": steps,
-        "attention_seconds_per_token": per_token,
-        "tokens_per_second": rate,
-        "cache_bytes": size,
+        "attention_seconds_per_token": seconds / max(1, steps),
+        "tokens_per_second": steps / elapsed if steps else 0.0,
+        "cache_bytes": sum(layer.cache.nbytes for layer in layers),
         "relative_l1_worst": worst,
-        "relative_l1_mean": mean,
+        "relative_l1_mean": total / max(1, steps * LAYERS),
     }
+    table_of(result).show()
+    return result
+
+
+def table_of(found: dict[str, Any]) -> Table:
+    """The figures of `run`, to be printed."""
     table = Table(
-        f"Decode: {LAYERS} layers, {HEADS} query and {KV_HEADS} KV heads, D={HEAD_DIM}, {dtype} cache, "
-        f"prefill {prefill}, {steps} steps",
+        f"Decode: {LAYERS} layers, {HEADS} query and {KV_HEADS} KV heads, D={HEAD_DIM}, {found['dtype']} cache, "
+        f"prefill {found['prefill']}, {found['steps']} steps",
         ("figure", "value"),
     )
     for name, value in (
-        ("attention and append, per token", f"{1e6 * per_token:.0f} us"),
-        ("tokens per second (projections included, checks not)", f"{rate:.1f}"),
-        ("cache", f"{size / 2**20:.1f} MiB"),
-        ("relative L1 against full recomputation, worst of all steps and layers", f"{worst:.2e}"),
-        ("the same, mean", f"{mean:.2e}"),
+        (
+            "attention and append, per token",
+            f"{1e6 * found['attention_seconds_per_token']:.0f} us",
+        ),
+        (
+            "tokens per second (projections included, checks not)",
+            f"{found['tokens_per_second']:.1f}",
+        ),
+        ("cache", f"{found['cache_bytes'] / 2**20:.1f} MiB"),
+        (
+            "relative L1 against full recomputation, worst of all steps and layers",
+            f"{found['relative_l1_worst']:.2e}",
+        ),
+        ("the same, mean", f"{found['relative_l1_mean']:.2e}"),
     ):
         table.add(name, value)
-    table.show()
-    return result
+    return table

@@ -134,8 +134,6 @@ def run(threads: int | None, dtype: str, tokens: int = 48, prompt: int = 1500) -
     choice("dtype", dtype, DTYPES)
     try:
         import torch
-        import transformers
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         import numflash.transformers as nt
     except ImportError as error:
@@ -153,50 +151,63 @@ def run(threads: int | None, dtype: str, tokens: int = 48, prompt: int = 1500) -
     kinds = [("sdpa", "dynamic"), ("numflash", dtype)]
     kinds += [("numflash", "float32")] if dtype != "float32" else []
     for loud, (implementation, kind) in zip((True, True, False), kinds, strict=False):
-        watch = Attention(ALL_ATTENTION_FUNCTIONS[implementation])
-        transformers.AttentionInterface.register(implementation, watch)
-        model.set_attn_implementation(implementation)
-        if kind == "dynamic":
-            cache: Any = transformers.DynamicCache(config=model.config)
-        else:
-            cache = nt.ResidentCache(model.config, kind)
-            warm_up(model, nt.ResidentCache(model.config, kind), ids)
-            watch.seconds = 0.0  # compiling is not attention
-        print(f"-- {implementation}, {kind} cache")
         printer = Printer(tokenizer, loud and tokenizer is not None)
-        start = time.perf_counter()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            **{nt.CACHE_ARGUMENT: cache},
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=0,
-            streamer=printer,
-        )
-        transformers.AttentionInterface.register(implementation, watch.function)
-        share = watch.seconds / (printer.times[-1] - start)
-        first = printer.times[1] - start
-        size = held(cache)
+        found = generated(model, ids, implementation, kind, tokens, printer)
         table.add(
             implementation,
             kind,
-            f"{printer.rate:.1f}",
-            f"{100 * share:.0f} %",
-            f"{first:.2f} s",
-            f"{size / 1e6:.1f}",
-            attention=implementation,
-            cache=kind,
-            tokens_per_second=printer.rate,
-            attention_share=share,
-            first_token_seconds=first,
-            cache_bytes=size,
-            tokens=printer.tokens,
+            f"{found['tokens_per_second']:.1f}",
+            f"{100 * found['attention_share']:.0f} %",
+            f"{found['first_token_seconds']:.2f} s",
+            f"{found['cache_bytes'] / 1e6:.1f}",
+            **found,
         )
     print()
     table.show()
     return {"model": name, "prompt_tokens": int(ids.shape[1]), "rows": table.records}
+
+
+def generated(
+    model: Any, ids: Any, implementation: str, kind: str, tokens: int, printer: Printer
+) -> dict[str, Any]:
+    """Generate with one attention function and kind of cache: the figures."""
+    import torch
+    import transformers
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    import numflash.transformers as nt
+
+    watch = Attention(ALL_ATTENTION_FUNCTIONS[implementation])
+    transformers.AttentionInterface.register(implementation, watch)
+    model.set_attn_implementation(implementation)
+    if kind == "dynamic":
+        cache: Any = transformers.DynamicCache(config=model.config)
+    else:
+        cache = nt.ResidentCache(model.config, kind)
+        warm_up(model, nt.ResidentCache(model.config, kind), ids)
+        watch.seconds = 0.0  # compiling is not attention
+    print(f"-- {implementation}, {kind} cache")
+    start = time.perf_counter()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **{nt.CACHE_ARGUMENT: cache},
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        streamer=printer,
+    )
+    transformers.AttentionInterface.register(implementation, watch.function)
+    return {
+        "attention": implementation,
+        "cache": kind,
+        "tokens_per_second": printer.rate,
+        "attention_share": watch.seconds / (printer.times[-1] - start),
+        "first_token_seconds": printer.times[1] - start,
+        "cache_bytes": held(cache),
+        "tokens": printer.tokens,
+    }
 
 
 def warm_up(model: Any, cache: Any, ids: Any) -> None:

@@ -185,7 +185,7 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
     begin = time.perf_counter()
     if to is not None:
         try:
-            Path(to).write_text("")
+            Path(to).write_text("", encoding="utf-8")
         except OSError as error:
             raise ArgumentError(
                 f"to: cannot write {to!r}: {error.strerror}; allowed: a file"
@@ -228,7 +228,7 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
     table.note = f"it took {result['seconds']:.0f} s"
     table.show()
     if to is not None:
-        Path(to).write_text(json.dumps(result, indent=1, default=str))
+        Path(to).write_text(json.dumps(result, indent=1, default=str), encoding="utf-8")
     if not result["ok"]:
         bad = [_row(x)[0] for x in found if not x["ok"]]
         raise ArithmeticError(f"validate: {len(bad)} checks failed: {'; '.join(bad)}")

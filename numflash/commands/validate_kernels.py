@@ -74,7 +74,9 @@ def operations(head_dim: int, products: int = 2) -> int:
 
 def modelled(kernel: str, head_dim: int) -> float | None:
     """Cycles per score on this CPU by the stored model; None where it has none."""
-    stored = json.loads((Path(data.__file__).parent / "modelled_cycles.json").read_text())
+    stored = json.loads(
+        (Path(data.__file__).parent / "modelled_cycles.json").read_text(encoding="utf-8")
+    )
     return stored.get(target.cpu_name(), {}).get(kernel, {}).get(str(head_dim))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import validation
 from ..errors import ArgumentError
-from ..interop.arguments import choice, emulated_arch, known
+from ..interop.arguments import choice, emulated_arch, refuse_unknown
 from ..jit import target
 from ..jit.system import scalable_bits
 from ..tiling import Caches, Tiling, cuda_tiling, in_use
@@ -181,7 +181,7 @@ def explain_problem(
 ) -> Explanation:
     """`numflash.explain`."""
     choice("impl", impl, IMPLS)
-    known("explain", options, NAMES)
+    refuse_unknown("explain", options, NAMES)
     asked = Options(**options)
 
     def operand(name: str, x: Any) -> Any:

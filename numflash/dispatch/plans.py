@@ -70,6 +70,11 @@ class Store(Generic[T]):
         self.plans[key] = plan
 
 
+def _kinds_of(window: Any) -> tuple[type, ...]:
+    """The types of a window's numbers, or its own."""
+    return tuple(map(type, window)) if type(window) is tuple else (type(window),)
+
+
 def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
     """What equal calls have in common; None for a call that leaves no plan.
 
@@ -82,9 +87,8 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
     ):
         return None
     kinds = tuple(map(type, given))
-    window = given[WINDOW]
-    if window is not None:
-        kinds += tuple(map(type, window)) if type(window) is tuple else (object,)
+    if given[WINDOW] is not None:
+        kinds += _kinds_of(given[WINDOW])
     shapes = query.shape, key.shape, value.shape
     return shapes, query.dtype, key.dtype, value.dtype, given, kinds, impl
 
@@ -119,9 +123,8 @@ def key_of_packed(arrays: tuple, cu_seqlens: tuple, given: tuple, impl: str) -> 
         return None
     if any(cu.dtype.kind not in "iu" or cu.ndim != 1 for cu in cuts):
         return None
-    window = options.get("window")
     kinds = tuple(type(x[1]) if type(x) is tuple else type(x) for x in given)
-    kinds += tuple(map(type, window)) if type(window) is tuple else (type(window),)
+    kinds += _kinds_of(options.get("window"))
     shapes = tuple((x.shape, x.dtype) for x in arrays)
     ends = tuple((cu.dtype, cu.tobytes()) for cu in cuts)
     return "packed", shapes, ends, given, kinds, impl
@@ -146,9 +149,8 @@ def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], 
         (t.data.shape, t.offset is None, t.nonfinite is None, t.low is None) for t in tensors
     )
     kinds = tuple(map(type, options.values()))
-    window = options.get("window")
-    if window is not None:
-        kinds += tuple(map(type, window)) if type(window) is tuple else (object,)
+    if options.get("window") is not None:
+        kinds += _kinds_of(options["window"])
     return (QuantizedTensor, shapes, tuple(options.items()), kinds, impl)
 
 

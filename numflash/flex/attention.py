@@ -11,7 +11,7 @@ import numpy as np
 from .. import validation
 from ..dispatch.backends import solve
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop.arguments import choice, known
+from ..interop.arguments import choice, refuse_unknown
 from ..interop.arrays import deliver, on_device, restore
 from ..validation import Problem
 from ..validation.options import IMPLS, NAMES, Options
@@ -189,7 +189,7 @@ def flex_attention(
         precision "int8" on CUDA, or with attn_mask, softcap or alibi_slopes.
     """
     named = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "impl")
-    known("flex_attention", options, (*OPTIONS, *named))
+    refuse_unknown("flex_attention", options, (*OPTIONS, *named))
     choice("impl", impl, IMPLS)
     asked = Options(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, **options)
     if impl in ("auto", "cuda") and on_device(query):

@@ -156,8 +156,8 @@ class _Point(TileWriter):
         self.program, self.form = program, POINT
         self.b = _Builder(builder)
         self.raw = values[0]
-        wide = (builder.sext(x, I64) for x in values[1:])
-        self.args = dict(zip("bhqk", wide, strict=True), scale=ir.Constant(F32, 1.0))
+        b, h, q, k = (builder.sext(x, I64) for x in values[1:])
+        self.args = {"b": b, "h": h, "q": q, "k": k, "scale": ir.Constant(F32, 1.0)}
         self.frame, self.pointers = pointers[score_functions.FRAME], pointers
         self.real, self.whole = F32, I64 if program.wide else I32
         self.one = self.many = _OnDevice(self.b, self.real, self.whole, 1)

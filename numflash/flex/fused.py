@@ -73,9 +73,14 @@ class Fused:
             self._known[shape, double] = known
         return known[0]
 
+    def _reach(self, shape: Shape) -> Shape:
+        """The shape that the functions see: their batch entries may be others than the problem's."""
+        if self.batch is None:
+            return shape
+        return (int(self.batch.max(initial=0)) + 1, *shape[1:])
+
     def _make_tiles(self, shape: Shape, double: bool) -> tuple[ScoreTiles, Pair]:
-        if self.batch is not None:
-            shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])
+        shape = self._reach(shape)
         self.prepared.check(shape)
         pair = self._pair(shape, double)
         places = {**_place("unmasked", pair.unmasked), **_place("masked", pair.masked)}
@@ -129,8 +134,7 @@ class Fused:
 
     def slopes(self, shape: Shape, double: bool = False) -> ScoreTiles:
         """The gradient tile function as `masked`; `unmasked` is not 0 where scores change."""
-        if self.batch is not None:
-            shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])
+        shape = self._reach(shape)
         plans = self.prepared.plans
         key = ("gradient", shape, double)
         if key not in plans:
@@ -156,7 +160,7 @@ class Fused:
         from .device import DeviceProgram, on_device
 
         batches = np.arange(shape[0]) if self.batch is None else self.batch
-        reach = (int(batches.max(initial=0)) + 1, *shape[1:])
+        reach = self._reach(shape)
         prepared = self.prepared
         prepared.check(reach)
         program = DeviceProgram(prepared.graph, prepared.score, None, prepared.mask, reach)
@@ -170,10 +174,9 @@ class Fused:
         shape: Shape,
         double: bool = False,
         gradient: bool = False,
-        cached: str = "",
     ) -> Tile:
         program = Program(self.prepared.graph, score, slope, mask, shape)
-        return tile(program, double, gradient, cached)
+        return tile(program, double, gradient)
 
     def _keep(self, key: Any, value: Any) -> None:
         plans = self.prepared.plans

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 import pickle
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from numba.core.registry import cpu_target
 
 from ..jit.disk_cache import logger, source_digest
 from ..jit.target import FLOAT_ISAS, missing
+from ..jit.whole import write_whole
 from . import emit, emit_cached
 from .program import Program
 from .tile_memory import Form
@@ -142,9 +141,5 @@ def _read(data: bytes) -> Any:
 
 
 def _write(path: Path, payload: bytes) -> None:
-    """Write atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(hashlib.sha256(payload).digest() + payload)
-    os.replace(temporary, path)
+    write_whole(path, hashlib.sha256(payload).digest() + payload)

@@ -63,7 +63,18 @@ class BlockMask:
 
     @classmethod
     def from_dense(cls, mask: Any, BLOCK_SIZE: Any = 128) -> BlockMask:
-        """The block mask of a bool array that broadcasts to (B, H, L, S); True may be seen.
+        """The block mask of an array.
+
+        Parameters
+        ----------
+        mask : (L, S), (H, L, S) or (B, H, L, S) bool array
+            True where a key may be seen; B and H may be 1, for all.
+        BLOCK_SIZE : int or (queries, keys)
+            Of a block.
+
+        Returns
+        -------
+        BlockMask
 
         Raises
         ------
@@ -115,6 +126,23 @@ class BlockMask:
             Their numbers; those beyond the count are not looked at.
         full_kv_num_blocks, full_kv_indices
             The same for blocks that are seen in full.
+        BLOCK_SIZE : int or (queries, keys)
+            Of a block.
+        mask_mod : function of (b, h, q_idx, kv_idx), optional
+            True where a query may see a key in the blocks seen in part; all of them unless given.
+        seq_lengths : (L, S), optional
+            Whole blocks unless given.
+
+        Returns
+        -------
+        BlockMask
+
+        Raises
+        ------
+        ArgumentError
+            Shapes, counts or numbers of blocks, or lengths that do not fit together.
+        ArgumentTypeError
+            What is no array.
         """
         rows, keys = block = block_size(BLOCK_SIZE)
         indices = import_array("kv_indices", kv_indices).array
@@ -173,6 +201,7 @@ class BlockMask:
 
     @property
     def full_kv_indices(self) -> np.ndarray:
+        """The same of the blocks that are seen in full."""
         return np.argsort(self.states != FULL, -1, kind="stable").astype(np.int32)
 
     def to_string(self, b: int = 0, h: int = 0, limit: int = WIDEST) -> str:
@@ -315,7 +344,13 @@ def create_block_mask(
 
 
 def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
-    """A mask function that is True where all of the given ones are."""
+    """A mask function that is True where all of the given ones are.
+
+    Raises
+    ------
+    ArgumentTypeError
+        What is no function.
+    """
     _check(mask_mods)
 
     def all_of(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -328,7 +363,13 @@ def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
 
 
 def or_masks(*mask_mods: MaskFunction) -> MaskFunction:
-    """A mask function that is True where at least one of the given ones is."""
+    """A mask function that is True where at least one of the given ones is.
+
+    Raises
+    ------
+    ArgumentTypeError
+        What is no function.
+    """
     _check(mask_mods)
 
     def any_of(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -108,8 +108,8 @@ class Prepared:
         return found
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
-        """Whether arrays that are indexed by b, h, q or k directly are long enough for (B, H, L,
-        S).
+        """Raise unless arrays that are indexed by b, h, q or k directly are long enough for (B, H,
+        L, S).
 
         Raises
         ------

@@ -6,6 +6,7 @@ a mask, and an index that is not certain to be inside is brought there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +154,7 @@ class Memory:
         element = element_of(table.dtype)
         base = self.b.bitcast(self.base[x.data], element.as_pointer())
         if scalar or self.form.lanes == 1:
-            at = self._scalar_offset(x, table, range(len(x.args)), self.values)
+            at = self._scalar_offset(x, range(len(x.args)))
             lanes = self.one if scalar else self.many
             return self._converted(
                 lanes, table.dtype, self.b.load(self.b.gep(base, [at]), align=size_of(element))
@@ -164,7 +165,7 @@ class Memory:
         b = self.b
         moving = [axis for axis, y in enumerate(x.args) if not self.scalar(y)]
         still = [axis for axis in range(len(x.args)) if axis not in moving]
-        start = b.gep(base, [self._scalar_offset(x, table, still, self.values)])
+        start = b.gep(base, [self._scalar_offset(x, still)])
         last = len(x.args) - 1
         if moving == [last] and table.dense and self.program.bounds[x.number, last].certain:
             way = self._direction(x.args[last])
@@ -208,12 +209,12 @@ class Memory:
         target = ir.VectorType(wanted, self.form.lanes)
         return self.b.trunc(index, target) if wanted == I32 else self.b.sext(index, target)
 
-    def _scalar_offset(self, x: Node, table: Table, axes: Any, values: dict[int, Any]) -> Any:
+    def _scalar_offset(self, x: Node, axes: Iterable[int]) -> Any:
         """Elements from the array's first one, by the indices of some axes."""
         total: Any = I64(0)
         for axis in axes:
             index = self._inside(
-                self.one, values[x.args[axis].number], x, axis, self.sizes[x.data][axis]
+                self.one, self.values[x.args[axis].number], x, axis, self.sizes[x.data][axis]
             )
             index = index if index.type == I64 else self.b.sext(index, I64)
             total = self.b.add(total, self.b.mul(index, self.strides[x.data][axis]))

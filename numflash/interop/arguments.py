@@ -42,7 +42,7 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def known(function: str, options: Iterable[str], taken: Collection[str]) -> None:
+def refuse_unknown(function: str, options: Iterable[str], taken: Collection[str]) -> None:
     """Refuse keywords that the public function does not take.
 
     Else a function inside it would be blamed for them.

@@ -68,7 +68,7 @@ def convert(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def to_float32(x: np.ndarray) -> np.ndarray:
-    """A float array (or bfloat16 bits) as contiguous, writable float32.
+    """A float array (or bfloat16 bits) as contiguous, aligned, writable float32.
 
     The same memory where it is.
     """
@@ -77,12 +77,17 @@ def to_float32(x: np.ndarray) -> np.ndarray:
     if x.dtype.char in HALVES:
         return halves.widen(x)
     with np.errstate(over="ignore"):
-        return writable(np.ascontiguousarray(x, np.float32))
+        return carray(np.ascontiguousarray(x, np.float32))
 
 
 def carray(x: np.ndarray) -> np.ndarray:
-    """An array of any dtype as contiguous and writable. The same memory where it is contiguous."""
-    return x if x.flags.carray else writable(np.ascontiguousarray(x))
+    """An array of any dtype as contiguous, aligned and writable.
+
+    The same memory where it is contiguous and aligned.
+    """
+    if x.flags.carray:
+        return x
+    return writable(np.require(np.ascontiguousarray(x), requirements="A"))
 
 
 class Memory:

@@ -137,7 +137,7 @@ def widen(x: np.ndarray) -> np.ndarray:
     """A float16 array, or bfloat16 bits (uint16), as float32."""
     out = np.empty(x.shape, F)
     if not x.flags.carray:  # np.require takes a microsecond to find that out
-        x = np.require(x, None, ("C", "W"))
+        x = np.require(x, None, ("C", "A", "W"))
     if x.dtype == H:
         _convert(bfloat16_to_float32, x, out, to_float=True)
     else:

@@ -20,7 +20,6 @@ import pickle
 import re
 import time
 import types
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +31,7 @@ from numba.core.runtime import _nrt_python
 
 from . import guard, target
 from .trust import read, trusted_folder
+from .whole import new_file
 
 logger = logging.getLogger("numflash")
 
@@ -217,17 +217,8 @@ class _CheckedFile(caching.IndexDataCacheFile):
         """Write a new file, which only its owner may change, and put it in the place of the old
         one.
         """
-        temporary = f"{filepath}.tmp.{uuid.uuid4().hex[:16]}"
-        try:
-            with open(
-                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb"
-            ) as file:
-                yield file
-            os.replace(temporary, filepath)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with new_file(filepath) as file:
+            yield file
 
 
 class _TrustedLocator:

@@ -30,11 +30,12 @@ def sysfs_caches(root: str = SYSFS) -> dict[int, int]:
     for index in sorted(Path(root).glob("index*")) if os.path.isdir(root) else ():
         try:
             kind, level, size = (
-                (index / name).read_text().strip() for name in ("type", "level", "size")
+                (index / name).read_text(encoding="utf-8").strip()
+                for name in ("type", "level", "size")
             )
             if kind != "Instruction":
                 found[int(level)] = int(size[:-1]) * {"K": 1024, "M": 1 << 20}[size[-1]]
-                found[0] = int((index / "coherency_line_size").read_text())
+                found[0] = int((index / "coherency_line_size").read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError):
             continue
     return found
@@ -78,7 +79,7 @@ def cpu_model() -> str:
 def memory_groups() -> list[str]:
     """CPUs of each NUMA node (core memory group), as Linux lists them; none elsewhere."""
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
-    return [file.read_text().strip() for file in nodes]
+    return [file.read_text(encoding="utf-8").strip() for file in nodes]
 
 
 def cpus_of(listed: str) -> set[int]:

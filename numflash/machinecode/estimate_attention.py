@@ -190,8 +190,9 @@ def lengths_table(cpu: str, block: Block, peak: float) -> Table:
     return table
 
 
-def energy_table(cpu: str, every: list[Block], length: int = 4096) -> Table:
+def energy_table(cpu: str, every: list[Block]) -> Table:
     """Picojoules an operation by mode, every core of the group at work."""
+    length = 4096
     machine = machines.MACHINES[cpu]
     table = Table(
         f"{cpu}: energy of attention, L = {length}, D = {D}, all {machine.cores} cores of a group: pJ an operation",

@@ -2,8 +2,8 @@
 
 Every kernel, exp2 and broadcast of `study.exp2_values`, compiled for the CPU, run by the emulator
 and held against float64, and its cycles by llvm-mca: per key of a tile of 4 rows x 64 columns, and
-as the share of the FMA peak that the document gives, at M = 4; at M = 16 the product and two passes,
-which the document has there, as calls of their own. Where V does not fit the first-level cache, a
+as the share of the FMA peak that its note gives, at M = 4; at M = 16 the product and two passes,
+which the note has there, as calls of their own. Where V does not fit the first-level cache, a
 second figure has its transfer from the next level on top (`machines`).
 """
 
@@ -22,7 +22,7 @@ from .emulator import Emulated
 from .model import LIMITS, Model, bits_of, lanes_a_cycle
 
 ROWS, D = exp2_values.ROWS, 64
-MORE_ROWS = 16  # the document's other M
+MORE_ROWS = 16  # the note's other M
 LENGTHS = (64, 128, 256, 512)  # Nc
 MATRIX, ROW = "float32[:,::1]", "float32[::1]"
 SCORES = f"int32[:,::1], float32, float32, {MATRIX}"
@@ -33,7 +33,7 @@ SIGNATURES = {
     "exp2": f"void({SCORES})",
     "gemm": f"void({MATRIX}, {MATRIX}, {MATRIX})",
 }
-# share of the peak in the document, kernel -> {(M, Nc): percent}; its broadcast table at Nc = 512
+# share of the peak in the note, kernel -> {(M, Nc): percent}; its broadcast table at Nc = 512
 # divides by half of the peak, which is put right here
 DOCUMENT = {
     "fused": {(4, 64): 12.7, (4, 128): 12.9, (4, 256): 12.8, (4, 512): 8.0},
@@ -175,14 +175,14 @@ def _percents(found: Found, machine: machines.Machine, bits: int) -> list[str]:
 
 
 def _said(found: Found) -> list[str]:
-    """What the document has for a kernel, Nc by Nc."""
+    """What the note has for a kernel, Nc by Nc."""
     exact = DOCUMENT.get(f"{found.kernel} {found.broadcast}", {})
     known = exact if found.broadcast == "register" else DOCUMENT.get(found.kernel, {})
     return [f"{known[found.m, nc]:g}" if (found.m, nc) in known else "" for nc in LENGTHS]
 
 
 def table_of_products(cpu: str, every: list[Found], bits: int) -> Table:
-    """Shares of the peak beside the document's, for kernels of one M."""
+    """Shares of the peak beside the note's, for kernels of one M."""
     machine = machines.MACHINES[cpu]
     m = every[0].m
     lengths = [str(nc) for nc in LENGTHS]

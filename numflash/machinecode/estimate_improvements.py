@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 from ..cpu.floats import float_tiles
-from ..cpu.int8.packing import pack_keys, pack_values
+from ..cpu.int8.packing import PackedKeys, pack_keys, pack_values
 from ..cpu.study import fused, half_tiles
 from ..cpu.study.improvements import PREDICTED
 from ..errors import UnsupportedError
@@ -46,13 +46,15 @@ class Gain(NamedTuple):
     why: str
 
 
-def _operands(isa: str, rows: int, keys: int, lanes: int) -> tuple[np.ndarray, ...]:
+def _operands(
+    isa: str, rows: int, keys: int, lanes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, PackedKeys]:
     rng = np.random.default_rng(0)
     q, k, v = (
         np.clip(np.rint(rng.normal(0, 32, (n, D))), -127, 127).astype(np.int8)
         for n in (rows, keys, keys)
     )
-    return q, k, v, pack_keys(isa, k[None], np.ones((1, keys), np.float32), lanes)  # type: ignore
+    return q, k, v, pack_keys(isa, k[None], np.ones((1, keys), np.float32), lanes)
 
 
 def block_cycles(model: Model, isa: str, exp2: str, pv: str, ahead: bool) -> tuple[float, int]:

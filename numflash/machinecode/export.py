@@ -338,7 +338,7 @@ def run(kernel: str, cpu: str, to: str | Path) -> dict[str, Any]:
     isa = isa_of(entry, kernel, cpu)
     lanes = _lanes(isa, cpu, entry.floats)
     facts = entry.facts(isa, lanes) if entry.facts else _facts(isa, lanes, entry.floats)
-    function = entry.factory(isa, lanes)
+    function = entry.factory(isa)
     arguments = entry.example(isa, lanes)
     name = _symbol(kernel)
     text, code = _machine_code(function, entry.parameters, f"{name}_raw", cpu)

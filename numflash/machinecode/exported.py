@@ -71,7 +71,7 @@ def _draw(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-127, 128, shape).astype(np.int8)
 
 
-def _scores(isa_name: str, lanes: int) -> Any:
+def _scores(isa_name: str) -> Any:
     isa = VECTOR_ISAS[isa_name]
     tile, vector_lanes = microkernels.score_tile(isa_name, ROWS), lanes_of(isa_name)
     nv, group = isa.nv, isa.group
@@ -116,7 +116,7 @@ def _scores_example(isa_name: str, lanes: int) -> list[Any]:
     ]
 
 
-def _values(isa_name: str, lanes: int) -> Any:
+def _values(isa_name: str) -> Any:
     isa = VECTOR_ISAS[isa_name]
     tile, vector_lanes = microkernels.value_tile(isa_name, ROWS, isa.nv), lanes_of(isa_name)
     nv, group = isa.nv, isa.group
@@ -149,7 +149,7 @@ def _values_example(isa_name: str, lanes: int) -> list[Any]:
     return [p, packed, scale, total, o, width]
 
 
-def _float_scores(isa_name: str, lanes: int) -> Any:
+def _float_scores(isa_name: str) -> Any:
     isa = float_tiles.FLOAT_ISAS[isa_name]
     tile, width = float_tiles.score_tile(isa_name, isa.nv), isa.nv * isa.lanes
 
@@ -165,7 +165,7 @@ def _float_scores(isa_name: str, lanes: int) -> Any:
     return scores
 
 
-def _float_values(isa_name: str, lanes: int) -> Any:
+def _float_values(isa_name: str) -> Any:
     isa = float_tiles.FLOAT_ISAS[isa_name]
     tile = float_tiles.value_tile(isa_name, isa.nv)
 
@@ -198,7 +198,7 @@ def _float_values_example(isa_name: str, lanes: int) -> list[Any]:
     return [p, p.shape[1], v, v.shape[1], o, o.shape[1]]
 
 
-def _exp2(isa_name: str, lanes: int) -> Any:
+def _exp2(isa_name: str) -> Any:
     row = fexpa.exp2_row("fexpa-quadratic")
 
     @njit(error_model="numpy")
@@ -213,7 +213,7 @@ def _exp2_example(isa_name: str, lanes: int) -> list[Any]:
     return [x, np.exp2(x.astype(np.float64)).astype(F), x.size]
 
 
-def _attention(isa_name: str, lanes: int) -> Any:
+def _attention(isa_name: str) -> Any:
     attend = flash_int8.make_attend(isa_name, "int8")
     operand = np.int8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
 

@@ -51,7 +51,7 @@ def facts(isa: str, lanes: int) -> dict[str, Any]:
     }
 
 
-def _decode(isa: str, lanes: int) -> Any:
+def _decode(isa: str) -> Any:
     tile = tile_of(isa)
     kernel = make_decode(tile, ROWS, False, False)
     planes, group, scales = tile.query_planes, tile.group, tile.scales
@@ -94,7 +94,7 @@ def _decode(isa: str, lanes: int) -> Any:
     return decode
 
 
-def _append(isa: str, lanes: int) -> Any:
+def _append(isa: str) -> Any:
     tile = tile_of(isa)
     kernel = make_append_int8(tile, False)
     group, scales, lanes = tile.group, tile.scales, tile.lanes

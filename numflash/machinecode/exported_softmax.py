@@ -22,7 +22,7 @@ ROWS = 8
 VECTORS = 5  # of a row of the float32 example
 
 
-def _integer(isa_name: str, lanes: int) -> Any:
+def _integer(isa_name: str) -> Any:
     octaves, weights = block_tops(isa_name, KEY_BLOCK), row_weights(isa_name, KEY_BLOCK)
     totals, vector_lanes = block_totals(isa_name), lanes_of(isa_name)
     weight = np.uint8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
@@ -53,7 +53,7 @@ def _integer_example(isa_name: str, lanes: int) -> list[Any]:
     return [x, octave, p.astype(weight), p.sum(1, dtype=np.int32)]
 
 
-def _floats(isa_name: str, lanes: int) -> Any:
+def _floats(isa_name: str) -> Any:
     row_max, row_exp = float_rows.row_max(isa_name), float_rows.row_weights(isa_name)
     width = FLOAT_ISAS[isa_name].lanes
 

@@ -124,7 +124,7 @@ def _exported(name: str, factory: str, parameters: int, isas: Sequence[str]) -> 
     table = target.FLOAT_ISAS if name.startswith("float") else target.ISAS
 
     def arguments(cpu: str, generator: Any) -> tuple:
-        return best(isas, cpu, generator, table), 0
+        return (best(isas, cpu, generator, table),)
 
     signature = f"void({', '.join(['int64'] * parameters)})"
     return Kernel("numflash.machinecode.exported", factory, arguments, signature)

@@ -15,7 +15,9 @@ import numpy as np
 
 from ..cache.kvcache import KVCache
 from ..jit import threads
-from .short_calls import in_turns
+from .metrics import errors as errors_of
+from .short_calls import PEER, PEER_BFLOAT16
+from .timing import in_turns
 
 SHAPES = (  # (query heads, KV heads, tokens, D)
     (14, 2, 256, 64),
@@ -27,8 +29,6 @@ SHAPES = (  # (query heads, KV heads, tokens, D)
     (64, 8, 8192, 128),
 )
 DTYPES = ("float32", "bfloat16", "int8", "int4")
-PEER = "PyTorch"
-PEER_BFLOAT16 = "PyTorch bfloat16"
 PEER_U8 = "OpenVINO u8"
 CHECKED = 2  # query heads that are held against float64
 ROUNDS = 15
@@ -89,7 +89,7 @@ def errors(contenders: Calls, query: np.ndarray, key: np.ndarray, value: np.ndar
     p = np.exp(s - s.max(1, keepdims=True))
     exact = p @ value[0, 0] / p.sum(1, keepdims=True)
     return {
-        name: float(np.abs(call()[0, :CHECKED, 0] - exact).sum() / np.abs(exact).sum())
+        name: errors_of(call()[0, :CHECKED, 0], exact).relative_l1
         for name, call in contenders.items()
     }
 

@@ -16,7 +16,7 @@ import numpy as np
 from .. import validation
 from ..dispatch.backends import solve
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop.arguments import choice, known
+from ..interop.arguments import choice, refuse_unknown
 from ..interop.arrays import import_array, widen
 from ..validation.options import COMMON, IMPLS, Options
 
@@ -136,7 +136,7 @@ def accuracy(
     from ..reference import oracle
 
     choice("impl", impl, IMPLS)
-    known("accuracy", options, (*COMMON, "dropout_p", "layout"))
+    refuse_unknown("accuracy", options, (*COMMON, "dropout_p", "layout"))
     asked = Options(**options)
     if not (variants is None or isinstance(variants, (list, tuple))):
         raise ArgumentTypeError(

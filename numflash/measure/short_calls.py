@@ -6,7 +6,6 @@ Python.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +19,7 @@ from ..jit.scratch import scratch
 from ..numerics.quantization import quantize_qkv
 from ..validation import problem
 from ..validation.options import Options
+from .timing import Calls, in_turns
 
 SHAPES = (  # (B, H, L, D)
     (1, 1, 1, 16),
@@ -38,9 +38,6 @@ NAMES = (
     PEER_BFLOAT16,
 )  # fmt: skip
 ROUNDS = 25
-TURN = 2e-4  # seconds of one contender's turn, at least
-
-Calls = dict[str, Callable[[], Any]]
 
 
 def _compiled(arrays: list[np.ndarray], precision: str) -> Callable[[], Any] | None:
@@ -103,22 +100,3 @@ def calls(shape: tuple[int, ...]) -> Calls:
 def measure(shape: tuple[int, ...], rounds: int = ROUNDS) -> dict[str, float]:
     """Seconds of one call of each contender, the median of its turns."""
     return in_turns(calls(shape), rounds)
-
-
-def in_turns(contenders: Calls, rounds: int) -> dict[str, float]:
-    """Seconds of one call of each contender, the median of `rounds` turns."""
-    turns: dict[str, int] = {}
-    for name, call in contenders.items():
-        call()  # compiles, and leaves a plan
-        call()
-        start = time.perf_counter()
-        call()
-        turns[name] = max(1, int(TURN / (time.perf_counter() - start)))
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, call in contenders.items():
-            start = time.perf_counter()
-            for _ in range(turns[name]):
-                call()
-            times[name].append((time.perf_counter() - start) / turns[name])
-    return {name: float(np.median(found)) for name, found in times.items()}

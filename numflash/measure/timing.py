@@ -9,11 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 DISTURBED = "disturbed"  # what tables say in the place of an impossible figure
 LARGEST_SPREAD = 0.25
+TURN = 2e-4  # seconds of one contender's turn, at least
+
+Calls = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,25 @@ def best_time(run: Callable[[], object], seconds: float = 0.2, least: int = 3) -
     Repeated for `seconds`, at least `least` times, after one that is not counted.
     """
     return min(_times(run, least, seconds))
+
+
+def in_turns(contenders: Calls, rounds: int) -> dict[str, float]:
+    """Seconds of one call of each contender, the median of `rounds` turns."""
+    turns: dict[str, int] = {}
+    for name, call in contenders.items():
+        call()  # compiles, and leaves a plan
+        call()
+        start = time.perf_counter()
+        call()
+        turns[name] = max(1, int(TURN / (time.perf_counter() - start)))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, call in contenders.items():
+            start = time.perf_counter()
+            for _ in range(turns[name]):
+                call()
+            times[name].append((time.perf_counter() - start) / turns[name])
+    return {name: float(np.median(found)) for name, found in times.items()}
 
 
 def percent(part: float, whole: float, digits: int = 0) -> str:

@@ -73,8 +73,8 @@ def agree(comm: Any, make: Callable[[], T]) -> list[T]:
     return [result for result, _ in everyone]
 
 
-def same(everyone: Sequence[dict[str, Any]]) -> None:
-    """Whether all ranks gave the same arguments; the names of the dictionary are the arguments'."""
+def require_same(everyone: Sequence[dict[str, Any]]) -> None:
+    """Raise ArgumentError unless all ranks gave the same arguments, {name: value}."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for name, value in first.items():

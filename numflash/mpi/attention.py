@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.backends import solve
-from ..interop.arguments import known
+from ..interop.arguments import refuse_unknown
 from ..interop.arrays import convert, deliver, import_array, restore, to_float32
 from ..numerics.merge import apply_sinks, join, weights
-from ..numerics.quantization import QuantizedTensor, quantize_heads
+from ..numerics.quantization import quantize_heads
 from .agreement import agree, communicator
 from .plan import Plan, make_plan
 from .ring import Report, rotate
@@ -102,14 +102,8 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
         query = p.query
         own = Shard.of(ranges, p.key, p.value)
         if agreed is not None:
-            t = quantize_heads(to_float32(p.query).reshape(b * h, length, d), "row", False)
-            bad = None if t.nonfinite is None else t.nonfinite.reshape(b, h, length)
-            query = QuantizedTensor(
-                t.data.reshape(b, h, length, d),
-                t.scale.reshape(b, h, length, 1),
-                "row",
-                nonfinite=bad,
-            )
+            rows = to_float32(p.query).reshape(b * h, length, d)
+            query = quantize_heads(rows, "row", False).unfolded((b, h))
             own = quantise_shard(to_float32(p.key), to_float32(p.value), ranges, p, agreed)
         out = np.zeros((b, h, length, dv), np.float32)
         lse = np.full((b, h, length), -np.inf, np.float32)
@@ -222,7 +216,22 @@ def ring_attention(
         The same on every rank, naming the rank that met it.
     """
     options = {
-        k: v for k, v in locals().items() if k not in ("comm", "query", "key", "value", "report")
+        "split": split,
+        "split_kv": split_kv,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "window": window,
+        "alignment": alignment,
+        "key_lengths": key_lengths,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "precision": precision,
+        "pv": pv,
+        "layout": layout,
+        "return_lse": return_lse,
+        "impl": impl,
     }
 
     def work(comm: Any, job: Job, report: Report) -> None:
@@ -247,8 +256,18 @@ def all_gather_attention(
         As in `ring_attention`.
     options
         Every other keyword of `ring_attention`.
+
+    Returns
+    -------
+    out, lse
+        As `ring_attention` returns them.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+        The same on every rank, naming the rank that met it.
     """
-    known("all_gather_attention", options, DEFAULTS)
+    refuse_unknown("all_gather_attention", options, DEFAULTS)
     return run(comm, query, key, value, gather_work, report, {**DEFAULTS, **options})
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..interop.arrays import convert, import_array
+from ..interop.arrays import convert, deliver, import_array
 from ..numerics.merge import join, weights
-from .agreement import agree, communicator, same
+from .agreement import agree, communicator, require_same
 
 F = np.float32
 
@@ -105,9 +105,8 @@ def split_kv_decode(
     if rows[0, -1] != -np.inf:
         settle(comm, error, given)
     lead = taken.array.shape[:3]
-    dtype = {"float64": "float32"}.get(taken.dtype, taken.dtype)
-    out = taken.export(convert(rows[1:, :-1].reshape(*lead, -1), dtype), dtype)
-    return (out, taken.export(rows[1:, -1].reshape(lead).copy(), "float32")) if return_lse else out
+    out, lse = rows[1:, :-1].reshape(*lead, -1), rows[1:, -1].reshape(lead).copy()
+    return deliver(out, lse, taken, return_lse)
 
 
 def local_state(
@@ -138,4 +137,4 @@ def settle(comm: Any, error: Exception | None, given: dict[str, Any]) -> None:
             raise error
         return given
 
-    same(agree(comm, check))
+    require_same(agree(comm, check))

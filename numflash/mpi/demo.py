@@ -142,33 +142,9 @@ def speed_table(
         local = [split.shard(x, comm.rank) for x in arrays]
         for precision in PRECISIONS:
             step(progress, f"{case}, {kind}, {precision}")
-            reports: list[Report] = []
-
-            def call(
-                local: Any = local,
-                kind: str = kind,
-                causal: bool = causal,
-                precision: str = precision,
-                reports: list[Report] = reports,
-            ) -> float:
-                reports.append(Report())
-                ring_attention(
-                    comm,
-                    *local,
-                    split=kind,
-                    is_causal=causal,
-                    precision=precision,
-                    report=reports[-1],
-                )
-                return reports[-1].total
-
-            total = slowest(comm, call)
-            kernel, waiting = (
-                np.median([getattr(r, f) for r in reports[1:]]) for f in ("kernel", "exchange")
-            )
-            kernel, waiting = (float(np.max(comm.allgather(x))) for x in (kernel, waiting))
-            alone = exchange_alone(comm, local, kind, causal, precision)
-            sent = comm.allreduce(reports[-1].sent)
+            given = {"is_causal": causal, "precision": precision}
+            total, kernel, waiting, sent = timed(comm, local, kind, given)
+            alone = exchange_alone(comm, local, kind, given)
             work = 4.0 * HEADS * HEAD_DIM * TIMED**2 * (0.5 if causal else 1.0)
             rates[precision] = max(rates.get(precision, 0.0), work / comm.size / kernel)
             hidden = max(0.0, 1 - waiting / alone) if sent else None
@@ -196,9 +172,27 @@ def speed_table(
     return table, rates
 
 
-def exchange_alone(comm: Any, local: Any, kind: str, causal: bool, precision: str) -> float:
+def timed(
+    comm: Any, local: Any, kind: str, given: dict[str, Any]
+) -> tuple[float, float, float, int]:
+    """Seconds of a call, of its kernel and of waiting, of the slowest ranks; bytes of all ranks."""
+    reports: list[Report] = []
+
+    def call() -> float:
+        reports.append(Report())
+        ring_attention(comm, *local, split=kind, **given, report=reports[-1])
+        return reports[-1].total
+
+    total = slowest(comm, call)
+    kernel, waiting = (
+        float(np.max(comm.allgather(np.median([getattr(r, f) for r in reports[1:]]))))
+        for f in ("kernel", "exchange")
+    )
+    return total, kernel, waiting, comm.allreduce(reports[-1].sent)
+
+
+def exchange_alone(comm: Any, local: Any, kind: str, given: dict[str, Any]) -> float:
     """Seconds of the same messages with nothing to compute."""
-    given = {"is_causal": causal, "precision": precision}
     query, key, value = local
     plan = make_plan(comm, query, key, value, kind, None, "auto", given)
     job = prepare(comm, plan, "auto")

@@ -19,7 +19,7 @@ from ..numerics.quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
 from ..validation import Problem
 from ..validation.options import IMPLS, Options
-from .agreement import agree, same
+from .agreement import agree, require_same
 from .splits import Range, Split, named_split
 
 SPLITS = ("plain", "zigzag")
@@ -210,7 +210,7 @@ def make_plan(
         )
 
     everyone = agree(comm, describe)
-    same([arguments for arguments, _, _ in everyone])
+    require_same([arguments for arguments, _, _ in everyone])
     queries = whole_split("split", split, [l for _, l, _ in everyone])
     other, name = (split, "split") if split_kv is None else (split_kv, "split_kv")
     keys = whole_split(name, other, [s for _, _, s in everyone])

@@ -138,7 +138,6 @@ def decode(form: Format, ranges: Sequence[Range], buffer: np.ndarray) -> Shard:
 
 
 # ---- quantised once, by the owner
-# ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Statistics:
     """Per batch entry, key head and channel, over the finite rows of one rank or of all.

@@ -218,7 +218,7 @@ B_A = P_WIDE // 2 + B_B - B_C
 
 # name -> (function uint32 Q8.8 -> uint32 Q16.16, worst relative error over one octave, as
 # tests/test_fixedpoint.py measures it); the float variants, by SVE's FEXPA, are
-# `cpu.fexpa.EXP2_FLOAT`
+# `cpu.isa.fexpa.EXP2_FLOAT`
 EXP2 = {
     "quadratic": (exp2_quadratic, 0.0028),
     "cubic": (exp2_cubic, 0.00014),

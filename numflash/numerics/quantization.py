@@ -109,6 +109,22 @@ class QuantizedTensor:
             self.data.flags.carray and self.scale.flags.carray and (low is None or low.flags.carray)
         )
 
+    def unfolded(self, lead: tuple[int, ...]) -> QuantizedTensor:
+        """The same numbers with other leading dimensions, (*lead, L, D)."""
+        count = self.data.ndim - 2
+
+        def unfold(x: Any) -> Any:
+            return None if x is None else x.reshape(lead + x.shape[count:])
+
+        return replace(
+            self,
+            data=unfold(self.data),
+            scale=unfold(self.scale),
+            offset=unfold(self.offset),
+            nonfinite=unfold(self.nonfinite),
+            low=unfold(self.low),
+        )
+
     def row_scale(self) -> np.ndarray:
         """(..., L) float32: the scale of every row ("row", "block" and "tensor")."""
         length = self.data.shape[-2]
@@ -246,14 +262,7 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
     lead, (length, d) = array.shape[:-2], array.shape[-2:]
     heads = array.reshape(int(np.prod(lead)), length, d)
     t = quantize_heads(heads, granularity, smooth)
-    return QuantizedTensor(
-        t.data.reshape(array.shape),
-        t.scale.reshape(lead + t.scale.shape[1:]),
-        granularity,
-        None if t.offset is None else t.offset.reshape((*lead, 1, d)),
-        None if t.nonfinite is None else t.nonfinite.reshape((*lead, length)),
-        low=t.low.reshape((*lead, *t.low.shape[1:])),
-    )
+    return t.unfolded(lead)
 
 
 def quantize_qkv(
@@ -271,6 +280,11 @@ def quantize_qkv(
         products stay as they are, and channels that are much larger than others cost no digits of
         the others. What is returned then are not the three tensors of `attention`.
 
+    Returns
+    -------
+    query, key, value : QuantizedTensor
+        Data int8 of the arrays' shapes.
+
     Raises
     ------
     ArgumentError, ArgumentTypeError
@@ -282,22 +296,6 @@ def quantize_qkv(
         replace(q, rotated=bool(rotate)),
         replace(k, rotated=bool(rotate)),
         quantize(value, "channel"),
-    )
-
-
-def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:
-    """The (N, L, D) tensor with its leading dimension unfolded to `lead`."""
-
-    def unfold(x: Any) -> Any:
-        return None if x is None else x.reshape(lead + x.shape[1:])
-
-    return replace(
-        t,
-        data=unfold(t.data),
-        scale=unfold(t.scale),
-        offset=unfold(t.offset),
-        nonfinite=unfold(t.nonfinite),
-        low=unfold(t.low),
     )
 
 
@@ -338,11 +336,11 @@ def quantize_problem(problem: Any) -> Any:
     value = heads(problem.value)
     return replace(
         problem,
-        query=_four(quantize_heads(heads(problem.query), "row", False), (b, h)),
-        key=_four(quantize_heads(heads(problem.key), "row", problem.smooths, lengths), (b, hkv)),
+        query=quantize_heads(heads(problem.query), "row", False).unfolded((b, h)),
+        key=quantize_heads(heads(problem.key), "row", problem.smooths, lengths).unfolded((b, hkv)),
         value=(
             value.reshape(problem.value.shape)
             if problem.pv in fx.FLOAT_VALUES
-            else _four(quantize_heads(value, "channel", False, lengths), (b, hkv))
+            else quantize_heads(value, "channel", False, lengths).unfolded((b, hkv))
         ),
     )

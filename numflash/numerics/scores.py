@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import fixedpoint as fx
-from .fixedpoint import LN2
+from .fixedpoint import LN2, LOWEST
 from .quantization import QuantizedTensor
 
 if TYPE_CHECKING:
     from ..validation import Problem
 
 F = np.float32
-LOWEST = np.finfo(F).min
 LIMIT = 2.0**100  # combined scales are cut here
 
 

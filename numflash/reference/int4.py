@@ -25,7 +25,7 @@ from .int8_decode import rotated_decode
 __all__ = ["decode", "quantize"]
 
 F = np.float32
-NO_SCALE = F(2.0**-100)  # as in `quantization`
+NO_SCALE = F(2.0**-100)  # as in `quantize_kernels`
 
 decode = functools.partial(rotated_decode, query_one=fx.CODE_QUERY_ONE)
 

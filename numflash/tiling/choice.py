@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, UnsupportedError
+from ..jit.whole import write_whole
 from .named import TILINGS
 from .sizes import KEY_BLOCK, Tiling
 
@@ -221,7 +222,7 @@ def file_of_choices() -> Path:
 def _contents(file: Path) -> dict[str, dict[str, dict[str, int]]]:
     """CPU name -> tiling name -> sizes that differ from the named ones."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return {}
     try:
@@ -261,9 +262,7 @@ def save(t: Tiling) -> Path:
         del mine[name]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(everything, indent=1) + "\n")
-        part.replace(file)
+        write_whole(file, (json.dumps(everything, indent=1) + "\n").encode())
     except OSError as error:
         raise ArgumentError(
             f"{file}: cannot be written: {error.strerror}; allowed: another NUMFLASH_TILINGS"

@@ -151,7 +151,7 @@ def _hopper_int8(stages: int, kind: str = "") -> Tiling:
     )  # fmt: skip
 
 
-_DOCUMENT_FUSED = (
+_NOTES_FUSED = (
     Buffer("Q tile", "block_q", "d", "int8"),
     Buffer("K chunk", "key_block", "d", "int8"),
     Buffer("V chunk", "key_block", "dv", "int8"),
@@ -159,7 +159,7 @@ _DOCUMENT_FUSED = (
     Buffer("S chunk", "block_q", "key_block", "int32"),
     Buffer("state", "block_q", 4, "float32"),
 )
-_DOCUMENT_UNFUSED = (
+_NOTES_UNFUSED = (
     Buffer("Q tile", "block_q", "d", "int8"),
     Buffer("K tile", "key_block", "d", "int8"),
     Buffer("S tile", "block_q", "key_block", "int32", 2),
@@ -189,11 +189,11 @@ TILINGS = {
         _cpu("avx512_bf16", "bfloat16", _BFLOAT16, nv=4, lanes=16, block_q=192, key_block=128),
         _cpu("amx_bf16", "bfloat16", _BFLOAT16, mr=32, nv=4, lanes=16, block_q=192, key_block=256),
         _cpu(
-            "sve", "int8", _DOCUMENT_FUSED, nv=4, lanes=16, block_q=48, key_block=64,
+            "sve", "int8", _NOTES_FUSED, nv=4, lanes=16, block_q=48, key_block=64,
             name="a64fx-fused-48x64", source="Fused FlashAttention V2, Tile Sizes (L1D Optimized)",
         ),
         _cpu(
-            "sve", "int8", _DOCUMENT_UNFUSED, nv=4, lanes=16, block_q=48, key_block=128,
+            "sve", "int8", _NOTES_UNFUSED, nv=4, lanes=16, block_q=48, key_block=128,
             name="a64fx-unfused-48x128",
             source="INT8 GEMM + FlashAttention status, Working Set Analysis",
         ),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import api, validation
-from ..dispatch import plans
+from ..dispatch import backends, plans
 from ..errors import UnsupportedError
 from ..interop.arguments import choice
 from ..interop.arrays import Memory
@@ -208,7 +208,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     out, lse = _results(query, value)
     written = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     with pytorch_threads():
-        api.solve(problem, impl, (_array(written), _array(lse)))
+        backends.solve(problem, impl, (_array(written), _array(lse)))
     if call is not None:
         plans.keep_runner(call, problem, impl, READ[query.dtype])
     return out if written is out else out.copy_(written), lse
@@ -252,7 +252,7 @@ def _differentiate(
     operands = validation.gradient_operands(problem, tuple(query.shape), grad_out, out, lse, "bhld")
     found = [x.new_zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]
     with pytorch_threads():
-        api.solve_backward(problem, operands, impl, [_array(x) for x in found])
+        backends.solve_backward(problem, operands, impl, [_array(x) for x in found])
     dq, dk, dv = (x.to(query.dtype) for x in found)
     return dq, dk, dv
 

@@ -44,8 +44,8 @@ def register() -> None:
     "numflash", "numflash_int8", and "numflash_int8_pv_int16" with weights of 15 bits. May be called
     again.
 
-    And "numflash", "numflash_bfloat16" and "numflash_int8" to those that `cache_implementation`
-    takes, each a `ResidentCache`.
+    And "numflash", "numflash_bfloat16", "numflash_int8" and "numflash_int4" to those that
+    `cache_implementation` takes, each a `ResidentCache`.
     """
     for name, options in IMPLEMENTATIONS.items():
         transformers.AttentionInterface.register(name, functools.partial(attend, **options))

@@ -78,7 +78,6 @@ class LatentLayer(ResidentLayer):
         return new
 
     # ---- in a file
-    # ---------------------------------------------------------------------------------------------------------
     def describe(self) -> dict[str, Any]:
         """Window, tokens, and the arguments of the store."""
         return {**super().describe(), "latent": self.latent, "balance": self._balance}
@@ -91,7 +90,6 @@ class LatentLayer(ResidentLayer):
             _pass_placeholders_on()
 
     # ---- the store
-    # ---------------------------------------------------------------------------------------------------------
     def _create(self, key: Tensor, value: Tensor, capped: bool) -> KVCache:
         if not self.latent:
             return super()._create(key, value, capped)
@@ -120,7 +118,6 @@ class LatentLayer(ResidentLayer):
         keys[:, :n], values[:, :n] = held[..., :rank], held[..., rank:] / self._balance
 
     # ---- attention
-    # -------------------------------------------------------------------------------------------------------
     def _suits_decode(self, n: int, group: int) -> bool:
         if not self.latent:
             return super()._suits_decode(n, group)

@@ -53,6 +53,7 @@ def read_mask(
 
     Parameters
     ----------
+    batch : B, of the tokens
     new : n
     past : (B, tokens) bool, which of the earlier tokens are not padding; None where all are
     offset, keys : the first token of the mask's columns, and S

@@ -98,7 +98,6 @@ class ResidentCache(Cache):
         self._moving = False
 
     # ---- what it holds
-    # ---------------------------------------------------------------------------------------------------
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys, values and scales of all layers."""
@@ -123,7 +122,6 @@ class ResidentCache(Cache):
         return {"float32": None, "int4": "int8"}.get(self.dtype, self.dtype)
 
     # ---- one forward pass
-    # ------------------------------------------------------------------------------------------------
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -209,7 +207,6 @@ class ResidentCache(Cache):
         return mask[:, None]
 
     # ---- all layers
-    # ------------------------------------------------------------------------------------------------------
     @contextmanager
     def _all_layers(self, change: Callable[[ResidentLayer], None]) -> Iterator[None]:
         """A change of every layer, rings first: what they refuse is refused before anything moves.
@@ -319,7 +316,6 @@ class ResidentCache(Cache):
         )
 
     # ---- on disk
-    # ---------------------------------------------------------------------------------------------------------
     def save(self, path: str | Path) -> None:
         """Write the cache to one .npz file, whole or not at all.
 

@@ -54,7 +54,6 @@ class ResidentLayer(CacheLayerMixin):
         self._new: tuple[Tensor, Tensor] | None = None
 
     # ---- transformers' interface
-    # -----------------------------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -165,7 +164,6 @@ class ResidentLayer(CacheLayerMixin):
         self.seen, self._new = seen, None
 
     # ---- attention
-    # -------------------------------------------------------------------------------------------------------
     def attend(
         self, query: Tensor, mask: Tensor | None, precision: str | None, **options: Any
     ) -> Tensor:
@@ -255,7 +253,6 @@ class ResidentLayer(CacheLayerMixin):
         )
 
     # ---- in a file
-    # ---------------------------------------------------------------------------------------------------------
     def describe(self) -> dict[str, Any]:
         """Window, tokens, and the arguments of the store."""
         store = self.store

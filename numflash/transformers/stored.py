@@ -6,8 +6,6 @@ A NumPy archive of the stored numbers and a header that says for which model the
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 
 from ..cache.arguments import integer
 from ..errors import ArgumentError
+from ..jit.whole import new_file
 
 FORMAT = "numflash.ResidentCache"
 VERSION = 1
@@ -30,24 +29,15 @@ def bound(name: str, value: Any, low: int, high: int) -> Any:
 def write(
     path: Path, about: dict[str, Any], layers: Sequence[Any], valid: np.ndarray | None
 ) -> None:
-    """Write header and states to a file of its own, then move it to `path`.
-
-    A reader finds the old file or the new one.
-    """
+    """Write header and states to a file; a reader finds the old one or the new one."""
     arrays = {
         f"{n}.{name}": x for n, layer in enumerate(layers) for name, x in layer.state().items()
     }
     header = json.dumps({"format": FORMAT, "version": VERSION, **about})
     if valid is not None:
         arrays["valid"] = valid
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, header=np.array(header), **arrays)
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    with new_file(path) as file:
+        np.savez(file, header=np.array(header), **arrays)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

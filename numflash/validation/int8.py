@@ -28,13 +28,13 @@ def _kind(x: Any) -> str:
 
 
 def _check_part(name: str, x: Any, dtype: type, shape: tuple[int, ...]) -> None:
-    """Whether an attribute of a QuantizedTensor is the array that it should be."""
+    """Raise ArgumentError unless an attribute of a QuantizedTensor is such an array."""
     if not _is_plain(x, dtype) or x.shape != shape:
         raise ArgumentError(f"{name}: got {_kind(x)}; allowed: {np.dtype(dtype)} {shape}")
 
 
 def _check_parts(name: str, t: QuantizedTensor) -> None:
-    """Whether the parts of a QuantizedTensor fit each other.
+    """Raise unless the parts of a QuantizedTensor fit each other.
 
     Looked at once, the arrays are not expected to change.
     """
@@ -87,18 +87,7 @@ def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTen
     _check_parts(name, t)
     if t.data.ndim == 4:
         return t
-
-    def four(x: Any, tail: int) -> Any:
-        return None if x is None else x.reshape((1,) * (2 + tail - x.ndim) + x.shape)
-
-    return replace(
-        t,
-        data=four(t.data, 2),
-        scale=four(t.scale, 2),
-        offset=four(t.offset, 2),
-        nonfinite=four(t.nonfinite, 1),
-        low=four(t.low, 2),
-    )
+    return t.unfolded((1,) * (4 - t.data.ndim) + t.data.shape[:-2])
 
 
 def quantized_problem(query: Any, key: Any, value: Any, options: Options = DEFAULT) -> Problem:

@@ -44,7 +44,7 @@ SHAPES = {
 def check_shapes(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool
 ) -> None:
-    """Whether (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) fit together."""
+    """Raise ArgumentError unless (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) fit together."""
     shown = "as (B, H, L, D)"
     for name, shape in (("query", q), ("key", k), ("value", v)):
         if not 1 <= shape[3] <= MAX_HEAD_DIM:

@@ -44,7 +44,7 @@ CALL_COST = 1e6
 def sequences(
     whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
 ) -> Iterator[tuple[Problem, list[int]]]:
-    """The packed problem, (1, H, total, D), as k_lengths batches of sequences of like lengths, filled up
+    """The packed problem, (1, H, total, D), as few batches of sequences of like lengths, filled up
     to the longest.
 
     Yields the problem of a batch, and the numbers of its sequences.

@@ -141,7 +141,7 @@ def test_what_is_exported_for_c(kernel, cpu):
     entry = export.EXPORTS[kernel]
     isa = export.isa_of(entry, kernel, cpu)
     assert isa == {"a64fx": "sve", "neoverse-v1": "neon_dot"}[cpu]
-    function, arguments = entry.factory(isa, 4), entry.example(isa, 4)
+    function, arguments = entry.factory(isa), entry.example(isa, 4)
     pointers = sum(isinstance(x, np.ndarray) for x in arguments)
     names = [p.name for p in entry.parameters]
     given = ", ".join(f"at({n})" if i < pointers else n for i, n in enumerate(names))

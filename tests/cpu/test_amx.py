@@ -67,7 +67,7 @@ def test_a_target_without_tiles_refuses():
         pytest.skip("this LLVM does not know znver4")
     from numba import njit
 
-    with pytest.raises(Exception, match=r"amx_int8.*amx-tile"):
+    with pytest.raises(UnsupportedError, match=r"amx_int8.*amx-tile"):
         codegen.compile_for(njit(lambda: configure()), "void()", codegen.Target.named("znver4"))
 
 

@@ -321,3 +321,27 @@ def test_a_cache_that_no_machine_holds():
     for sizes in ((1 << 20, 1024, 576, 1 << 31), (1 << 20, 8, 128, 1 << 31)):
         with pytest.raises(MemoryError, match="Unable to allocate"):
             numflash.KVCache(*sizes)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_tail_that_the_next_token_sees(window):
+    cache = KVCache(B, G, D, 16, "float32", window=window)
+    key, value = tokens(9)
+    cache.append(key, value)
+    for own in (None, 4):
+        most = min(own or 10, window or 10)
+        room = np.empty((G, 12, D), np.float32), np.empty((G, 11, D), np.float32)
+        plain, written = cache.tail(1, own), cache.tail(1, own, out=room)
+        for found, mine, x, right in zip(written, plain, room, (key, value), strict=True):
+            assert np.shares_memory(found, x) and np.array_equal(found, mine)
+            np.testing.assert_array_equal(found, right[1, :, 9 - (most - 1) :])
+    wide, small = np.empty((G, 12, D), np.float32), np.empty((G, 2, D), np.float32)
+    for out, error, message in (
+        ((wide, small), ArgumentError, "out: got room for 2 tokens; allowed: "),
+        ((wide, wide[:, :, :3].copy()), ArgumentError, r"out: got shape \(.*3\); allowed"),
+        ((wide[:, ::2], wide), ArgumentTypeError, "out: got float32, contiguous False"),
+        ((wide.astype(np.float64), wide), ArgumentTypeError, "out: got float64"),
+        ((wide, "x"), ArgumentTypeError, "out: got str; allowed: a NumPy array"),
+    ):
+        with pytest.raises(error, match=message):
+            cache.tail(0, out=out)

@@ -5,12 +5,16 @@ with NumPy's own indexing.
 import numpy as np
 import pytest
 
-from numflash.cpu.floats import float_packing
 from numflash.cpu.floats.float_isas import FLOAT_ISAS
+from numflash.cpu.floats.float_packing import MANY_ROWS
 from numflash.cpu.int8 import packing
 from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
+from numflash.cpu.launch_float import FloatPlan
 from numflash.jit import target
+from numflash.jit.memory import LINE
 from numflash.tiling import KEY_BLOCK
+from numflash.validation import problem
+from numflash.validation.options import Options
 
 SHAPES = [
     (1, 1),
@@ -108,14 +112,17 @@ def test_keys_that_are_not_aligned(isa):
 
 
 @pytest.mark.parametrize("isa", [i for i in target.available(target.FLOAT_ISAS) if i != "portable"])
-def test_float_values_stay_in_place_where_they_are_aligned(isa):
+@pytest.mark.parametrize("rows", [1, MANY_ROWS])
+def test_float_values_stay_in_place_where_they_are_aligned(isa, rows):
     """Kernels load whole floats: an array that begins between two of them is copied."""
-    stops = np.array([16])
     columns = FLOAT_ISAS[isa].lanes
-    raw = np.arange(16 * columns * 4 + 4, dtype=np.uint8)
+    raw = np.arange(16 * columns * 4 + LINE + 1, dtype=np.uint8)
+    line = -raw.ctypes.data % LINE
+    q, k = np.ones((1, 1, rows, 8), np.float32), np.ones((1, 1, 16, 8), np.float32)
     for offset, in_place in ((0, True), (1, False)):
-        v = raw[offset : offset + 16 * columns * 4].view(np.float32).reshape(1, 1, 16, columns)
+        v = raw[line + offset :][: 16 * columns * 4].view(np.float32).reshape(1, 1, 16, columns)
         assert v.flags.aligned == in_place
-        packed, width = float_packing.pack_values(isa, v, stops, rows=1)
-        assert packed.flags.aligned and width == columns
-        assert packed.tobytes() == v.tobytes() and np.shares_memory(packed, raw) == in_place
+        given = problem(q, k, v, Options())
+        _, _, taken = FloatPlan(given, isa).operands(given.query, given.key, given.value)
+        assert taken.flags.aligned and taken.flags.c_contiguous
+        assert taken.tobytes() == v.tobytes() and np.shares_memory(taken, raw) == in_place

@@ -49,7 +49,7 @@ def test_a_kernel_comes_from_the_folder(folder, monkeypatch):
     assert manifest["tools"]["numba"] == importlib.metadata.version("numba")
 
 
-def test_folders_that_cannot_be_used(folder, monkeypatch):
+def test_folders_that_cannot_be_used(folder):
     def said():
         cubins.manifest.cache_clear()
         compiler._loaded.clear()

@@ -198,7 +198,6 @@ def with_sinks(out, lse, out_error, lse_error, sinks):
 
 
 # ---- the integer pipeline
-# --------------------------------------------------------------------------------------------
 @dataclass
 class Quantized:
     """data * scale + offset, float64; `bad` rows held what is not finite; `loose`.
@@ -396,7 +395,6 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
 
 
 # ---- gradients
-# -------------------------------------------------------------------------------------------------------
 @np.errstate(all="ignore")
 def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray, precision: str):
     """dq, dk, dv and their bounds, of operands as for `attention`.

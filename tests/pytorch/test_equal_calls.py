@@ -6,14 +6,14 @@ from oracles import naive, qkv
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import numflash  # noqa: E402
-import numflash.torch as nt  # noqa: E402
-from numflash.dispatch import plans  # noqa: E402
-from numflash.errors import ArgumentError, NumflashError  # noqa: E402
-from numflash.jit import target  # noqa: E402
-from numflash.torch import sdpa  # noqa: E402
+import numflash
+import numflash.torch as nt
+from numflash.dispatch import plans
+from numflash.errors import ArgumentError, NumflashError
+from numflash.jit import target
+from numflash.torch import sdpa
 
 ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
 Q, K, V = (torch.from_numpy(x) for x in ARRAYS)
@@ -123,8 +123,13 @@ def test_tensors_that_are_not_their_memory(direct):
 def test_options_that_are_equal_but_not_allowed():
     for _ in range(2):
         nt.attention(Q, K, V, is_causal=True, softcap=1.0)
-    for wrong in ({"alignment": 1}, {"impl": "gpu"}, {"precision": "int4"}, {"softcap": "1"}):
-        with pytest.raises((NumflashError, RuntimeError, TypeError)):
+    for wrong, error, message in (
+        ({"alignment": 1}, RuntimeError, "'str' for argument 'alignment'"),  # PyTorch's own
+        ({"impl": "gpu"}, ArgumentError, "impl: got 'gpu'; allowed: "),
+        ({"precision": "int4"}, ArgumentError, "precision: got 'int4'; allowed: "),
+        ({"softcap": "1"}, RuntimeError, "'float' for argument 'softcap'"),
+    ):
+        with pytest.raises(error, match=message):
             nt.attention(Q, K, V, **{"is_causal": True, "softcap": 1.0, **wrong})
     with pytest.raises(NumflashError, match="enable_gqa"):
         nt.attention(Q, K[:, :2], V[:, :2])

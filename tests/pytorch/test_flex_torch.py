@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
-import numflash  # noqa: E402
-import numflash.torch  # noqa: E402
-from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError  # noqa: E402
+import numflash
+import numflash.torch
+from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 B = 2
 H = 4

@@ -11,10 +11,10 @@ transformers = pytest.importorskip(
     "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
 )
 
-import numflash.transformers as nt  # noqa: E402
-from numflash.transformers import attention as ours  # noqa: E402
-from numflash.transformers import function_mask as masks  # noqa: E402
-from numflash.transformers.function_mask import FunctionMask, function_mask  # noqa: E402
+import numflash.transformers as nt
+from numflash.transformers import attention as ours
+from numflash.transformers import function_mask as masks
+from numflash.transformers.function_mask import FunctionMask, function_mask
 
 nt.register()
 SIZES = {

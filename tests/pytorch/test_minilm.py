@@ -14,10 +14,10 @@ pytest.importorskip(
     "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
 )
 
-from sentences import SENTENCES, embed, encoder  # noqa: E402
+from sentences import SENTENCES, embed, encoder
 
-import numflash.torch  # noqa: E402
-import numflash.transformers  # noqa: E402
+import numflash.torch
+import numflash.transformers
 
 numflash.transformers.register()
 

@@ -18,8 +18,8 @@ transformers = pytest.importorskip(
     "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
 )
 
-import numflash.transformers as nt  # noqa: E402
-from numflash.errors import (  # noqa: E402
+import numflash.transformers as nt
+from numflash.errors import (
     ArgumentError,
     ArgumentTypeError,
     CacheFullError,

@@ -11,9 +11,9 @@ transformers = pytest.importorskip(
     "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
 )
 
-import numflash.transformers as nt  # noqa: E402
-from numflash.errors import ArgumentError  # noqa: E402
-from numflash.transformers import latent_layer  # noqa: E402
+import numflash.transformers as nt
+from numflash.errors import ArgumentError
+from numflash.transformers import latent_layer
 
 nt.register()
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 32, 8, 16, 20

@@ -8,11 +8,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 pytest.importorskip("transformers", reason="needs the transformers extra")
 
-from oracles import naive  # noqa: E402
+from oracles import naive
 
-from numflash.errors import NumflashError  # noqa: E402
-from numflash.torch.rotated import rotate_operator, rotated  # noqa: E402
-from numflash.transformers.attention import attend  # noqa: E402
+from numflash.errors import NumflashError
+from numflash.torch.rotated import rotate_operator, rotated
+from numflash.transformers.attention import attend
 
 
 def operands(dtype=torch.float32):

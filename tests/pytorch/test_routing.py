@@ -6,12 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-import torch.nn.attention.flex_attention as torch_flex  # noqa: E402
-from torch_cases import SDPA, K, Q, V, draw  # noqa: E402
+import torch.nn.attention.flex_attention as torch_flex
+from torch_cases import SDPA, K, Q, V, draw
 
-import numflash  # noqa: E402
-import numflash.torch as nt  # noqa: E402
-from numflash.errors import ArgumentError  # noqa: E402
+import numflash
+import numflash.torch as nt
+from numflash.errors import ArgumentError
 
 
 def test_use_nests_and_ends():

@@ -12,11 +12,11 @@ from oracles import naive
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
-from torch_cases import BIAS, KEEP, SDPA, SHAPES, K, Q, V, draw, exact, qkv  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch_cases import BIAS, KEEP, SDPA, SHAPES, K, Q, V, draw, exact, qkv
 
-import numflash.torch as nt  # noqa: E402
-from numflash.errors import ArgumentTypeError  # noqa: E402
+import numflash.torch as nt
+from numflash.errors import ArgumentTypeError
 
 
 def test_the_docstring_of_the_module():

@@ -16,8 +16,8 @@ transformers = pytest.importorskip(
     "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
 )
 
-import numflash.transformers as nt  # noqa: E402
-from numflash.commands import demo_generate  # noqa: E402
+import numflash.transformers as nt
+from numflash.commands import demo_generate
 
 if demo_generate.weights() is None:
     pytest.skip("needs the weights: make test-llm", allow_module_level=True)

@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-from torch_cases import KEEP, SDPA, K, Q, V, draw, gradients, qkv  # noqa: E402
+from torch_cases import KEEP, SDPA, K, Q, V, draw, gradients, qkv
 
-import numflash.torch as nt  # noqa: E402
-from numflash.errors import UnsupportedError  # noqa: E402
+import numflash.torch as nt
+from numflash.errors import UnsupportedError
 
 
 def test_compile_in_one_graph():

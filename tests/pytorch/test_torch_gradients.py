@@ -4,13 +4,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-from torch.autograd import forward_ad  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_cases import BIAS, KEEP, SDPA, SHAPES, K, Q, V, draw, exact, gradients, qkv  # noqa: E402
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch_cases import BIAS, KEEP, SDPA, SHAPES, K, Q, V, draw, exact, gradients, qkv
 
-import numflash.torch as nt  # noqa: E402
-from numflash.errors import UnsupportedError  # noqa: E402
+import numflash.torch as nt
+from numflash.errors import UnsupportedError
 
 
 def assert_gradients(arrays, budget, **options):

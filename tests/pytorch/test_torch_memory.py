@@ -9,12 +9,12 @@ from oracles import naive
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-from torch_cases import KEEP, K, Q, V  # noqa: E402
+from torch_cases import KEEP, K, Q, V
 
-import numflash.torch as nt  # noqa: E402
-from numflash.cpu import launch, launch_backward  # noqa: E402
-from numflash.dispatch import plans  # noqa: E402
-from numflash.jit import threads  # noqa: E402
+import numflash.torch as nt
+from numflash.cpu import launch, launch_backward
+from numflash.dispatch import plans
+from numflash.jit import threads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

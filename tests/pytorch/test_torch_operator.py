@@ -13,13 +13,13 @@ from oracles import naive
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-from torch_cases import BIAS, DEFAULTS, KEEP, SDPA, K, Q, V  # noqa: E402
+from torch_cases import BIAS, DEFAULTS, KEEP, SDPA, K, Q, V
 
-import numflash.torch as nt  # noqa: E402
-from numflash.cpu import launch  # noqa: E402
-from numflash.dispatch import plans  # noqa: E402
-from numflash.errors import ArgumentError  # noqa: E402
-from numflash.torch import operator, sdpa  # noqa: E402
+import numflash.torch as nt
+from numflash.cpu import launch
+from numflash.dispatch import plans
+from numflash.errors import ArgumentError
+from numflash.torch import operator, sdpa
 
 
 def test_trailing_padding_becomes_key_lengths(monkeypatch):

@@ -13,11 +13,11 @@ transformers = pytest.importorskip(
     "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
 )
 
-import numflash.transformers as nt  # noqa: E402
-from numflash.cpu import launch  # noqa: E402
-from numflash.dispatch import plans  # noqa: E402
-from numflash.errors import ArgumentError  # noqa: E402
-from numflash.transformers.attention import attend  # noqa: E402
+import numflash.transformers as nt
+from numflash.cpu import launch
+from numflash.dispatch import plans
+from numflash.errors import ArgumentError
+from numflash.transformers.attention import attend
 
 nt.register()
 SMALL = {

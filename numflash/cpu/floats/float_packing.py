@@ -15,9 +15,7 @@ import numpy as np
 from ...jit.compiler import bare, separate
 from ...jit.memory import LINE, empty
 from ...jit.parallel import over_tasks
-from ..isa.isas import padded
 from ..isa.transpose import transpose
-from .float_isas import FLOAT_ISAS
 
 U = np.uint32
 INFINITY = U(0x7F800000)
@@ -127,46 +125,3 @@ def _pack_pair(task, v, stops, out):
 def pack_pairs(v, stops, out):
     """v (B, Hkv, S, Dv) uint16 -> out (B * Hkv, pairs, columns) uint32, padded with zeros."""
     over_tasks(_pack_pair, out.shape[0] * out.shape[1], (v, stops, out))
-
-
-def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pack k (B, Hkv, S, D); `stops` (B,) keys of each batch that can be seen.
-
-    Also the largest magnitude of each head.
-    """
-    isa = FLOAT_ISAS[name]
-    if k.shape[3] % isa.step:
-        k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % isa.step)))
-    words = np.ascontiguousarray(k).view(U)
-    nb, nh, _, width = words.shape
-    panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
-    out = empty((nb * nh, panels * isa.panel * width), U)
-    most = np.empty((nb * nh, panels), U)
-    make_pack_keys(isa.square, isa.panel, isa.group)(
-        words.reshape(-1), stops, words.shape[1:], out.reshape(-1), most
-    )
-    operands = out.view(np.float32) if isa.group == 1 else out.view(np.uint16)
-    return operands, most.max(1).view(np.float32)
-
-
-def pack_values(
-    name: str, v: np.ndarray, stops: np.ndarray, rows: int = MANY_ROWS
-) -> tuple[np.ndarray, int]:
-    """Pack v (B, Hkv, S, Dv) for `rows` queries of each head, or take it as it is.
-
-    (B * Hkv, ...) operands and columns of a row.
-    """
-    isa = FLOAT_ISAS[name]
-    nb, nh, s, dv = v.shape
-    columns = padded(dv, isa.lanes)
-    if isa.group == 2:
-        out = empty((nb * nh, max(1, padded(int(stops.max(initial=0)), isa.step) // 2), columns), U)
-        pack_pairs(np.ascontiguousarray(v), stops, out)
-        return out.view(np.uint16).reshape(nb * nh, -1), columns
-    if columns == dv:
-        return (
-            on_lines(v) if rows >= MANY_ROWS else np.require(v, requirements=["C", "A"])
-        ).reshape(nb * nh, -1), columns
-    out = empty((nb * nh, max(1, int(stops.max(initial=0))), columns), np.float32)
-    pack_columns(np.ascontiguousarray(v).view(U), stops, out.view(U))
-    return out.reshape(nb * nh, -1), columns

@@ -155,7 +155,7 @@ class Pipeline:
                 store_at(b, constant(WORDS, 0), to, v * self.stream.score_step, 64)
 
     def hide_edges(self) -> None:
-        """Whether some row attends only to a part of block u."""
+        """Hide what the rows of block u do not attend to, where some attend only to a part of it."""
         lo = self.now.lo
         with self.b.if_then(self.b.icmp_unsigned("==", lo, I64(FIRST_EDGE)), likely=False):
             self.hide_first()

@@ -32,9 +32,8 @@ from ...tiling import KEY_BLOCK, tiling
 from ...validation import Problem, problem
 from ...validation.options import Options
 from ..floats.float_isas import FLOAT_ISAS
-from ..floats.float_packing import pack_values as pack_pairs
 from ..floats.float_tiles import value_tile
-from ..int8.packing import PackedKeys, float_rows, pack_keys, pack_values
+from ..int8.packing import PackedKeys, bfloat16_pairs, float_rows, pack_keys, pack_values
 from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from .fused import HALF_WIDTH, make_fused
 
@@ -126,10 +125,9 @@ def prepare(
         "int8": pack_values(isa, integers),
     }
     if not target.missing(HALF_WIDTH, target.BFLOAT16_ISAS) and columns == padded(dv, 16):
-        high = np.zeros((nb, nkv, padded(s, KEY_BLOCK), dv), np.uint16)
-        bits = floats.view(np.uint32).reshape(nb, nkv, s, dv)
-        high[:, :, :s] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
-        values["bf16"] = pack_pairs(HALF_WIDTH, high, np.full(nb, high.shape[2], np.int64))[0]
+        bits = floats.view(np.uint32)
+        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
+        values["bf16"] = bfloat16_pairs(isa, high.astype(np.uint16))
     keys = pack_keys(
         isa,
         quantised.key.data.reshape(nb * nkv, s, d),

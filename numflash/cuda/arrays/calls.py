@@ -66,9 +66,7 @@ def take(name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> Remote:
     described = x.__cuda_array_interface__
     dtype = np.dtype(described["typestr"])
     shape = tuple(described["shape"])
-    strides = described.get("strides") or tuple(
-        int(n) * dtype.itemsize for n in np.cumprod((1, *shape[:0:-1]))[::-1]
-    )
+    strides = described.get("strides")
     if cupy is not None and isinstance(x, cupy.ndarray):
         with cupy.cuda.Device(x.device.id):  # its current stream, too, is the device's
             stream = cupy.cuda.get_current_stream().ptr
@@ -105,7 +103,7 @@ def _remote(
     dtypes: tuple[str, ...],
     pointer: int,
     shape: tuple,
-    strides: tuple,
+    strides: tuple | None,
     dtype: str,
     empty: Callable,
     stream: int,
@@ -115,11 +113,8 @@ def _remote(
             f"{name}: got dtype {dtype}; allowed on a card: {', '.join(dtypes)}"
         )
     stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
-    array = np.asarray(
-        Memory(
-            pointer or 16, tuple(int(n) for n in shape), tuple(int(n) for n in strides), stored.str
-        )
-    )
+    steps = None if strides is None else tuple(int(n) for n in strides)  # None: contiguous
+    array = np.asarray(Memory(pointer or 16, tuple(int(n) for n in shape), steps, stored.str))
     return Remote(array, dtype, empty, int(stream))
 
 

@@ -16,7 +16,6 @@ import inspect
 import json
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ...errors import ArgumentError, UnsupportedError
 from ...jit.disk_cache import source_digest
 from ...jit.interrupts import uninterrupted
 from ...jit.trust import read
+from ...jit.whole import write_whole
 from ...tiling import SHARED_MEMORY
 from .cubins import ready
 
@@ -269,9 +269,6 @@ def _write(path: Path, item: Compiled) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(meta).encode() + b"\n" + item.code)
-        os.replace(name, path)  # readers see the old file or the whole new one
+        write_whole(path, json.dumps(meta).encode() + b"\n" + item.code)
     except OSError as error:
         logger.info("cannot cache compiled CUDA code: %s", error)

@@ -37,7 +37,7 @@ def source_digest() -> str:
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for file in sorted(file for pattern in SOURCES for file in root.glob(pattern)):
-        digest.update(f"{file.name}\n{file.read_text()}\0".encode())
+        digest.update(f"{file.name}\n{file.read_text(encoding='utf-8')}\0".encode())
     return digest.hexdigest()
 
 
@@ -52,7 +52,7 @@ def kernel_name(factory: Callable, arch: str, constants: dict[str, Any]) -> str:
 def manifest(folder: str) -> dict[str, Any]:
     """{name of a kernel: its entry}; raises UnsupportedError for a folder that cannot be used."""
     try:
-        found = json.loads((Path(folder) / MANIFEST).read_text())
+        found = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
         entries = {entry["kernel"]: entry for entry in found["kernels"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedError(

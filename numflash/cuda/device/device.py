@@ -334,15 +334,13 @@ def _maps_key(maps: list[TensorMap]) -> tuple:
     )
 
 
-def median_seconds(
-    device: Device, work: Callable[[], None], repeats: int = 20, stream: int = 0
-) -> float:
-    """Median time of one launch, by events on the stream, after five launches to warm up."""
+def median_seconds(device: Device, work: Callable[[], None], stream: int = 0) -> float:
+    """Median time of 20 launches, each by events on the stream, after five to warm up."""
     d = device.driver
     times = []
     with device.active():
         start, stop = (check(d, d.cuEventCreate(0)) for _ in range(2))
-        for n in range(repeats + 5):
+        for n in range(5 + 20):
             check(d, d.cuEventRecord(start, stream))
             work()
             check(d, d.cuEventRecord(stop, stream))

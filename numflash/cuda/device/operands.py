@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UnsupportedError
+from ...numerics import fixedpoint as fx
 from ...tiling import CUDA_HEAD_DIMS, Tiling
 from ...tiling import padded as smallest
 from ...validation import Problem
@@ -20,12 +21,9 @@ from ...validation import Problem
 NO_LIMIT = 1 << 29
 EMULATED_BLOCKS = 4  # persistent ones, as if there were so many multiprocessors
 MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
-
+LOG2E = float(fx.LOG2E)
 
 Results = tuple[np.ndarray, np.ndarray] | None
-
-
-LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ class Emulated:
     Attributes
     ----------
     reports : of the launches so far
-    uploaded, downloaded : bytes that crossed between host and card
+    uploaded : bytes that went from the host to the card
     """
 
     def __init__(self, arch: str = EMULATED_DEFAULT) -> None:
         self.arch, self.multiprocessors = arch, 8
         self.reports: list[Report] = []
-        self.uploaded = self.downloaded = 0
+        self.uploaded = 0
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A buffer of zeros."""
@@ -53,12 +53,10 @@ class Emulated:
 
     def fetch(self, x: np.ndarray, to: np.ndarray) -> None:
         """A contiguous part of a buffer to a host array."""
-        self.downloaded += x.nbytes
         to[...] = x
 
     def download(self, x: np.ndarray) -> np.ndarray:
         """A contiguous part of a buffer on the host."""
-        self.downloaded += x.nbytes
         return x.copy()
 
     def copy(self, to: np.ndarray, source: np.ndarray) -> None:
@@ -121,14 +119,12 @@ class Card:
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A buffer of zeros; it goes back when the array and its views are gone."""
         d = self.device.driver
-        size = np.dtype(dtype).itemsize
-        nbytes = max(16, int(np.prod(shape)) * size)
+        nbytes = max(16, int(np.prod(shape)) * np.dtype(dtype).itemsize)
         with self.device.active(), Uncaptured(d):
             address = int(check(d, d.cuMemAlloc(nbytes)))
             check(d, d.cuMemsetD8Async(address, 0, nbytes, self.stream))
             check(d, d.cuStreamSynchronize(self.stream))  # the copies' stream may write it next
-        strides = tuple(int(n) * size for n in np.cumprod((1, *shape[:0:-1]))[::-1])
-        memory = Memory(address, shape, strides, np.dtype(dtype).str)
+        memory = Memory(address, shape, None, np.dtype(dtype).str)
         weakref.finalize(memory, self.device.release, address)
         return np.asarray(memory)
 

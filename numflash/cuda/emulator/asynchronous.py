@@ -7,7 +7,7 @@ a TMA tile when every warp waits; until then the bytes are "pending" and reading
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +36,6 @@ class Mbarrier:
     done: np.ndarray
     expected: int = 0
     phase: int = 0
-    landing: list[Any] = field(default_factory=list)
     fenced: bool = False  # a fence has made the initialised object known to the copy engine
 
 

@@ -51,21 +51,8 @@ def _constraint(t: Any) -> str:
     return {16: "h", 32: "r", 64: "l"}[t.bitwidth]
 
 
-def op(
-    asm: str, ret: Any = None, *, memory: bool = False, pure: bool = False, **operands: Any
-) -> Any:
-    """Make an intrinsic from one PTX statement.
-
-    Parameters
-    ----------
-    asm : PTX with `<name>` for each operand (`<name.0>` for one register of a fragment) and `<r>`
-        for the returned value;
-        `%=` gives a number unique to the place
-    ret : scalar type returned, or None
-    memory : the statement reads or writes memory, so nothing may move across it
-    pure : no side effect, may be removed or moved (arithmetic)
-    operands : name=scalar type or Fragment, in the order of the call
-    """
+def _filled_in(asm: str, ret: Any, memory: bool, operands: dict[str, Any]) -> tuple[str, str]:
+    """The statement with the numbers of its registers, and LLVM's constraints; see `op`."""
     number: dict[str, str] = {}
     out_constraints: list[str] = []
 
@@ -95,7 +82,25 @@ def op(
             constraints += [_constraint(spec.type)] * spec.n
     # `$` of the text itself is doubled; LLVM writes a unique number for ${:uid}
     text = re.sub(r"<([\w.]+)>", lambda m: number[m.group(1)], asm).replace("%=", "${:uid}")
-    shown = ",".join(constraints + (["~{memory}"] if memory else []))
+    return text, ",".join(constraints + (["~{memory}"] if memory else []))
+
+
+def op(
+    asm: str, ret: Any = None, *, memory: bool = False, pure: bool = False, **operands: Any
+) -> Any:
+    """Make an intrinsic from one PTX statement.
+
+    Parameters
+    ----------
+    asm : PTX with `<name>` for each operand (`<name.0>` for one register of a fragment) and `<r>`
+        for the returned value;
+        `%=` gives a number unique to the place
+    ret : scalar type returned, or None
+    memory : the statement reads or writes memory, so nothing may move across it
+    pure : no side effect, may be removed or moved (arithmetic)
+    operands : name=scalar type or Fragment, in the order of the call
+    """
+    text, shown = _filled_in(asm, ret, memory, operands)
     attributes = ("convergent",) if re.search(r"\.sync|\bbar\.|barrier\.", asm) else ()
 
     def typer(typingctx: Any, *given: Any) -> Any:

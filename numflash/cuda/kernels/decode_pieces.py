@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from ...numerics import quantize_kernels
 from ...numerics.fixedpoint import CODE_QUERY_ONE, KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
@@ -24,8 +25,7 @@ WARPS = 4
 THREADS = 32 * WARPS
 LANE_KEYS = 16  # slots of a page come in pieces of at least this: 16 bytes of INT8 values
 EXPONENT = 0x7F800000
-# as `quantization` and `reference.combined_scale`
-NO_SCALE = f32(2.0**-100)
+NO_SCALE = f32(quantize_kernels.NO_SCALE)
 SCALE_LIMIT = f32(2.0**100)  # of a query
 KEY_LIMIT = f32(KEY_SCALE_LIMIT)
 NO_VALUE = f32(ZERO_VALUE_SCALE)

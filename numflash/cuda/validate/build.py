@@ -17,6 +17,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import UnsupportedError
+from ...jit.whole import write_whole
 from ..compile import ARCHITECTURES, Key, compiled, tool_versions
 from ..compile.cubins import MANIFEST, kernel_name, manifest, source_digest
 from . import expected
@@ -60,27 +61,16 @@ def write(keys: set[Key], folder: str, jobs: int | None = None) -> int:
         "tools": tool_versions(),
         "kernels": list(entries.values()),
     }
-    new = path / (MANIFEST + ".new")
-    new.write_text(json.dumps(listed, indent=1) + "\n")
-    os.replace(new, path / MANIFEST)
+    write_whole(path / MANIFEST, (json.dumps(listed, indent=1) + "\n").encode())
     manifest.cache_clear()
     return sum((path / entry["file"]).stat().st_size for entry in entries.values())
-
-
-def _expect(kind: str, case: tuple, arch: str, folder: str) -> bool:
-    """Make the emulator's results of a problem; False where there is no kernel for it."""
-    try:
-        expected.make(kind, case, arch, folder)
-    except UnsupportedError:
-        return False
-    return True
 
 
 def expect(arch: str, folder: str, quick: bool = False, jobs: int | None = None) -> int:
     """Run the emulator on the problems of a validation; of how many the folder holds results."""
     todo = [(x.kind, case) for x in families(arch, quick) for case in x.cases]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        made = [pool.submit(_expect, kind, case, arch, folder) for kind, case in todo]
+        made = [pool.submit(expected.made, kind, case, arch, folder) for kind, case in todo]
         return sum(future.result() for future in made)
 
 

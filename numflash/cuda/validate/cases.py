@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ... import reference, validation
+from ...interop.arguments import EMULATED
 from ...interop.arrays import convert, widen
 from ...numerics.quantization import quantize_problem
 from ...validation.options import Options
@@ -126,6 +126,17 @@ def problem_of(
     return quantize_problem(problem) if precision == "int8" else problem
 
 
+def emulated_as(arch: str) -> str:
+    """The architecture whose kernels the emulator runs for one: Blackwell runs what sm_80 does."""
+    return arch if arch in EMULATED else "sm_80"
+
+
+def relative_l2(found: np.ndarray, exact: np.ndarray) -> float:
+    """|found - exact| / |exact|, of floats or bfloat16 bits; |found - exact| where that is 0."""
+    size = float(np.linalg.norm(exact))
+    return float(np.linalg.norm(widen(found) - exact)) / (size or 1.0)
+
+
 def gradient_operands(
     problem: validation.Problem, seed: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -133,11 +144,7 @@ def gradient_operands(
 
     The output as the forward pass rounds it, and LSE, from the oracle.
     """
-    out, lse = reference.oracle(
-        replace(
-            problem, query=widen(problem.query), key=widen(problem.key), value=widen(problem.value)
-        )
-    )
+    out, lse = reference.oracle(problem)
     grad, rounded = (
         convert(x.astype(np.float32), problem.precision)
         for x in (np.random.default_rng(seed).standard_normal(out.shape), out)

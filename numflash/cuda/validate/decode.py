@@ -119,15 +119,10 @@ def long_cache(
     }
 
 
-def short_step(
-    dtype: str,
-    heads: int = 14,
-    kv_heads: int = 2,
-    length: int = 1024,
-    d: int = 64,
-    steps: int = 200,
-) -> dict[str, Any]:
+def short_step(dtype: str) -> dict[str, Any]:
     """A whole step of one sequence as a graph: median seconds on the host."""
+    heads, kv_heads, length, d = 14, 2, 1024, 64
+    steps = 200
     cache = KVCache(1, kv_heads, d, length + steps, dtype, device="cuda")
     cache.append(
         draw((1, kv_heads, length - steps // 2, d), 0),

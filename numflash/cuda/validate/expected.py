@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
-from ...interop.arguments import EMULATED
+from ...errors import UnsupportedError
+from ...jit.whole import new_file
 from .. import launch, launch_backward
 from ..compile import cache_directory
 from ..compile.cubins import source_digest
 from ..device.operands import emulated
 from . import decode_cases
-from .cases import gradient_operands, problem_of
+from .cases import emulated_as, gradient_operands, problem_of
 
 FOLDER = "expected"
 
@@ -41,8 +41,7 @@ def folders() -> list[Path]:
 def compute(kind: str, case: tuple, arch: str) -> list[np.ndarray]:
     """The emulator's results: out and LSE, three gradients, or what a cache returns."""
     if kind == "decode":
-        known = arch if arch in EMULATED else "sm_80"  # Blackwell runs what sm_80 does
-        return decode_cases.results(case, f"cuda-emulator:{known}")
+        return decode_cases.results(case, f"cuda-emulator:{emulated_as(arch)}")
     _, shape, precision, options = case
     problem = problem_of(shape, precision, options)
     if kind == "forward":
@@ -62,10 +61,8 @@ def _read(path: Path) -> list[np.ndarray] | None:
 
 def _write(path: Path, arrays: list[np.ndarray]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
+    with new_file(path) as file:
         np.savez_compressed(file, *arrays)
-    os.replace(name, path)  # readers find the old file or the new one
 
 
 def make(kind: str, case: tuple, arch: str, folder: str | None = None) -> bool:
@@ -78,6 +75,15 @@ def make(kind: str, case: tuple, arch: str, folder: str | None = None) -> bool:
     if any(_read(place / name) is not None for place in places):
         return False
     _write(places[-1] / name, compute(kind, case, arch))
+    return True
+
+
+def made(kind: str, case: tuple, arch: str, folder: str | None = None) -> bool:
+    """`make`, and whether there is a kernel for the problem."""
+    try:
+        make(kind, case, arch, folder)
+    except UnsupportedError:
+        return False
     return True
 
 

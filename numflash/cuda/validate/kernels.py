@@ -10,13 +10,12 @@ import numpy as np
 
 from ...cache.kvcache import KVCache
 from ...errors import UnsupportedError
-from ...interop.arguments import EMULATED
 from .. import launch, launch_backward, study
 from ..compile import Key
 from ..device.operands import Launch
 from ..launch_float import float_forward
 from . import attention, decode, decode_cases, from_floats, ladder, rates
-from .cases import floats_of, gradient_operands, problem_of
+from .cases import emulated_as, floats_of, gradient_operands, problem_of
 from .families import Family, families
 
 
@@ -24,7 +23,7 @@ def decode_kernels(arch: str, cases: Iterable) -> Iterator[Key]:
     """The kernels of caches on a card of this architecture, one new token and the case's number of
     them.
     """
-    emulated = arch if arch in EMULATED else "sm_80"  # Blackwell runs what sm_80 does
+    emulated = emulated_as(arch)
     for _, dtype, d, n, new, splits, options in cases:
         found: list[Key] = []
 

@@ -12,7 +12,7 @@ D = 64
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """A row per rung (the last of mma.sync is the documents' kernel), checked before it is timed.
+    """A row per rung (the last of mma.sync is the notes' kernel), checked before it is timed.
 
     `seconds_persisting`: with an L2 window over keys and values.
     """

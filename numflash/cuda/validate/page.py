@@ -114,7 +114,9 @@ def page(found: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     """Read the JSON file, write the page."""
     source, to = arguments
-    Path(to).write_text(page(json.loads(Path(source).read_text())))
+    Path(to).write_text(
+        page(json.loads(Path(source).read_text(encoding="utf-8"))), encoding="utf-8"
+    )
     return 0
 
 

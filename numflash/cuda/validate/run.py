@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...errors import UnsupportedError
+from ...jit.whole import write_whole
 from ..compile import ARCHITECTURES, Key, compiled
 from . import expected, page, peers, processes, rates
 from .families import Family, families
@@ -47,25 +46,14 @@ def _say(text: str) -> None:
 
 
 def _write(found: dict[str, Any], path: str) -> None:
-    """Write atomically: a reader sees the old file or the new one."""
     if path != "-":
-        new = Path(path + ".new")
-        new.write_text(json.dumps(found, indent=1) + "\n")
-        os.replace(new, path)
+        write_whole(path, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def compile_one(key: Key) -> None:
     """Compile a kernel into the cache."""
     factory, arch, constants = key
     compiled(factory, arch, "cubin", **dict(constants))
-
-
-def expect_one(kind: str, case: tuple, arch: str) -> None:
-    """Make the emulator's results of a problem; one without a kernel has none."""
-    try:
-        expected.make(kind, case, arch)
-    except UnsupportedError:
-        return
 
 
 def ahead(pool: Any, listed: Iterable[Family], arch: str) -> dict[str, list[Future]]:
@@ -75,7 +63,7 @@ def ahead(pool: Any, listed: Iterable[Family], arch: str) -> dict[str, list[Futu
     for family in listed:
         keys = sorted(kernels_of(family, arch), key=str)
         made: list[tuple[Any, tuple]] = [(compile_one, (key,)) for key in keys]
-        made += [(expect_one, (family.kind, case, arch)) for case in family.cases]
+        made += [(expected.made, (family.kind, case, arch)) for case in family.cases]
         for work, given in made:
             if str(given) not in seen:
                 seen[str(given)] = pool.submit(work, *given)
@@ -246,6 +234,6 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json == "-":
         print(json.dumps(found, indent=1))
     if chosen.page:
-        Path(chosen.page).write_text(page.page(found))
+        Path(chosen.page).write_text(page.page(found), encoding="utf-8")
     passed = all(row["state"] == "passed" for row in found["families"])
     return 0 if "stopped" not in found and passed else 1
