@@ -139,7 +139,7 @@ def test_calls_that_raise_give_their_plan_back(monkeypatch):
         for out in ("no array", np.empty((1, 1), np.float32)):
             with pytest.raises(ValueError if isinstance(out, np.ndarray) else TypeError):
                 cache.decode(query, out=out)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="sinks"):
             cache.decode(query, sinks=[1.0])
         with pytest.raises(CacheFullError):
             cache.step(query, *tokens(1, 1, d=64))
