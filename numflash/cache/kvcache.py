@@ -243,7 +243,7 @@ class KVCache(Appending):
             if out is not None and np.may_share_memory(out, query):
                 query = query.copy()  # it is read again after `out` is written
             self._attend(memory, plan, c, query, scale, result, changes)
-            lse = None
+            lse: Any = None
             if return_lse or sinks is not None:
                 lse = lse_of(memory, plan, query, scale, changes)
         finally:

@@ -60,8 +60,10 @@ def attention(
         What `impl` names cannot run here; tensors on a device that is neither a CPU nor a CUDA
         card.
     """
-    pair = type(window) is tuple and len(window) == 2
-    left, right = window if pair else sides("window", window)
+    if type(window) is tuple and len(window) == 2:  # its sides are checked where they are used
+        left, right = window
+    else:
+        left, right = sides("window", window)
     options = (
         attn_mask,
         is_causal,
