@@ -246,7 +246,7 @@ def _with_operator(
     query, key, value, mask = autocast(query, key, value, mask)
     check_tensors(query, key, value, mask)
     check_gradients(precision, (query, key, value), attn_mask=mask)
-    if 0 in (*query.shape, *key.shape, *value.shape):  # PyTorch makes the empty result
+    if _is_empty(query, key, value):  # PyTorch makes the empty result
         return PYTORCH(
             query, key, value, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -254,6 +254,15 @@ def _with_operator(
     options = causal, scale, grouped, None, None, alignment, None, 0.0, None, None
     out, _ = attend(q, k, v, mask, *options, precision, pv, "auto")
     return out if out.dim() == len(shape) else out.reshape(shape)
+
+
+def _is_empty(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a size is zero, but for zero keys alone: of those PyTorch's float16 gradients on a CPU
+    are memory that nobody has written.
+    """
+    sizes = *query.shape, *key.shape[:-2], *value.shape[:-2], key.shape[-1], value.shape[-1]
+    no_keys = 0 in (key.shape[-2], value.shape[-2])
+    return 0 in sizes or (no_keys and not query.is_cpu)
 
 
 def _mask_of(
