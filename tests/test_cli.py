@@ -149,10 +149,29 @@ def test_wrong_command_line(argv, capsys):
         (["bench", "64", "64", "1", "--threads", "998"], "threads: got 998"),
         (["demo", "--dtype", "int4"], "--dtype: got it without a cache"),
         (["bench", "--plot", "picture.txt"], "--plot: got 'picture.txt'"),
+        (
+            ["bench", "--plot", "/no/such/folder/x.png"],
+            "--plot: cannot write '/no/such/folder/x.png'",
+        ),
+        (["bench", "64", "600"], "head_dim: got 600; allowed: 1 to 576"),
+        (["bench", "64", "600", "--plot", "x.png"], "head_dim: got 600"),
+        (["bench", "64", "64", "--reference-threads", "999"], "threads: got 999"),
+        (["tune", "--shape", "64", "600", "--model"], "head_dim: got 600"),
+        (
+            ["bench", "decode", "64"],
+            "head_dim: got 64, which 'decode' does not use; allowed: threads",
+        ),
+        (["bench", "decode", "--heads", "2"], "--heads: got 2, which 'decode' does not use"),
+        (["bench", "64", "--short"], "length: got 64, which 'short' does not use"),
+        (["bench", "--short", "--causal"], "--causal: got True"),
+        (["bench", "--study", "exp2", "--threads", "2"], "--threads: got 2, which 'study'"),
+        (["bench", "--plot", "x.png", "--batch", "2"], "--batch: got 2, which 'plot'"),
         (["demo", "--threads", "999"], "threads: got 999"),
     ],
 )
-def test_errors_are_one_line(argv, words, capsys):
+def test_errors_are_one_line(argv, words, capsys, monkeypatch):
+    """And come before anything is measured."""
+    monkeypatch.setattr("numflash.measure.roofline.measure", None)
     if "--plot" in argv:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert cli.main(argv) == 1

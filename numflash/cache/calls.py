@@ -5,6 +5,8 @@ Which plan serves a query, and the rows that a plan gives back.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,12 +35,28 @@ class EqualSteps(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Prepared(NamedTuple):
+    """Decode calls of one kind.
+
+    A plan has the scratch memory of one call, so each of the calls that run at the same time, in
+    several threads or in a signal handler, takes a plan of its own.
+
+    c : factor of the scores
+    free : plans that no call has now; `pop` and `append` of a list are atomic
+    make : another plan
+    """
+
+    c: np.float32
+    free: list[Plan]
+    make: Callable[[], Plan]
+
+
 class LastCall(NamedTuple):
     """The last prepared call without `scale` and `splits`.
 
     shape : of the query;  changed : whether options change its scores
     most : tokens of the longest sequence up to which it is the same; -1 if it depends on them
-    made : what `Calls.plan` returns
+    made : what `Calls.take` takes from
     """
 
     shape: tuple[int, ...] = ()
@@ -65,18 +83,19 @@ class Calls:
         self.equal: dict[tuple[Any, ...], EqualSteps] = {}
         self.results: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._last = LastCall()
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._calls: dict[tuple[Any, ...], tuple[Plan, np.float32]] = {}
+        self._plans: dict[tuple[Any, ...], tuple[list[Plan], Callable[[], Plan]]] = {}
+        self._calls: dict[tuple[Any, ...], Prepared] = {}
 
-    def plan(
+    def take(
         self,
         shape: tuple[int, ...],
         scale: Any,
         splits: Any,
         longest: int,
         changed: bool = False,
-    ) -> tuple[Plan, np.float32]:
-        """The prepared call for a query of this shape, and the factor of its scores.
+    ) -> tuple[Plan, np.float32, list[Plan]]:
+        """The prepared call for a query of this shape, the factor of its scores, and where the caller
+        gives the plan back after it has read its results.
 
         Raises
         ------
@@ -84,18 +103,21 @@ class Calls:
         """
         alone, last = scale is None and splits is None, self._last
         if alone and longest <= last.most and shape == last.shape and changed is last.changed:
-            return last.made
-        workers, blocks = self.layout.call(longest, self.batch)
-        made = self._find(
-            (shape, scale, splits, workers, blocks, changed), type(scale), type(splits)
-        )
-        if alone:
-            most = self.layout.serial_tokens(self.batch)
-            self._last = LastCall(shape, changed, most if longest <= most else -1, made)
-        return made
+            c, free, make = last.made
+        else:
+            workers, blocks = self.layout.call(longest, self.batch)
+            call = shape, scale, splits, workers, blocks, changed
+            made = c, free, make = self._find(call, type(scale), type(splits))
+            if alone:
+                most = self.layout.serial_tokens(self.batch)
+                self._last = LastCall(shape, changed, most if longest <= most else -1, made)
+        try:
+            return free.pop(), c, free
+        except IndexError:
+            return make(), c, free
 
-    def _find(self, call: tuple[Any, ...], *kinds: type) -> tuple[Plan, np.float32]:
-        """The prepared call of these arguments; `kinds`: True equals 1, but is refused."""
+    def _find(self, call: tuple[Any, ...], *kinds: type) -> Prepared:
+        """The prepared calls of these arguments; `kinds`: True equals 1, but is refused."""
         key = call, kinds
         try:
             return self._calls[key]
@@ -122,7 +144,7 @@ class Calls:
         workers: int,
         blocks: int,
         changed: bool,
-    ) -> tuple[Plan, np.float32]:
+    ) -> Prepared:
         self._check(shape)
         c = self.factor(scale)
         group = shape[1] // self.settings.kv_heads
@@ -130,12 +152,13 @@ class Calls:
             splits = self.layout.splits(self.batch, group * shape[2], workers, blocks)
         else:
             splits = integer("splits", splits, 1, 1 << 16)
-        plan = self._plans.get((shape, splits, workers, changed))
-        if plan is None:
+        plans = self._plans.get((shape, splits, workers, changed))
+        if plans is None:
             sizes = self.batch, group, shape[2], splits, workers
-            plan = self.backend.Plan(self.layout, *sizes, changed)
-            self._plans[shape, splits, workers, changed] = plan
-        return plan, F(c * LOG2E * (fx.ONE_Q8 if self.settings.dtype in INTEGERS else 1))
+            make = functools.partial(self.backend.Plan, self.layout, *sizes, changed)
+            plans = self._plans[shape, splits, workers, changed] = [], make
+        c = F(c * LOG2E * (fx.ONE_Q8 if self.settings.dtype in INTEGERS else 1))
+        return Prepared(c, *plans)
 
     def _check(self, shape: tuple[int, ...]) -> None:
         kv_heads = self.settings.kv_heads

@@ -149,7 +149,7 @@ def restore(memory: Memory, given: dict[str, Any]) -> Memory:
         )
     memory.offset[...] = given["offset"]
     store = memory.layout.rebound(memory.store, memory.store.table, lengths.copy())
-    return replace(memory, store=store, oldest=given["oldest"].copy())
+    return replace(memory, store=store, oldest=np.array(given["oldest"]))
 
 
 def _lengths(memory: Memory, given: dict[str, Any]) -> np.ndarray:
@@ -164,7 +164,8 @@ def _lengths(memory: Memory, given: dict[str, Any]) -> np.ndarray:
     lengths = np.asarray(given["lengths"])
     if lengths.shape != (memory.batch,) or lengths.dtype != np.int64:
         raise ArgumentError(
-            f"state: got lengths of shape {lengths.shape} and dtype {lengths.dtype}; allowed: int64 of {memory.batch} sequences"
+            f"state: got {lengths.dtype} of shape {lengths.shape} for 'lengths'; allowed: int64 of shape "
+            f"({memory.batch},), the cache's batch"
         )
     if ((lengths < 0) | (lengths > MOST_TOKENS)).any():
         raise ArgumentError(f"state: got lengths {lengths}; allowed: 0 to {MOST_TOKENS}")
@@ -193,22 +194,23 @@ def _tokens(
     bits = np.dtype(np.uint8 if codes else BITS[settings.dtype])
     dims = settings.head_dim, settings.value_dim
     d, dv = (-(-n // 2) for n in dims) if codes else dims
+    pairs = ", two to a byte" if codes else ""
     wanted = {
-        f"key{b}": ((settings.kv_heads, used, d), bits),
-        f"value{b}": ((settings.kv_heads, used, dv), bits),
-        f"scale{b}": ((2 if exact else 1, settings.kv_heads, used), np.dtype(F)),
+        f"key{b}": ((settings.kv_heads, used, d), bits, f", head_dim={dims[0]}{pairs}"),
+        f"value{b}": ((settings.kv_heads, used, dv), bits, f", value_dim={dims[1]}{pairs}"),
+        f"scale{b}": ((2 if exact else 1, settings.kv_heads, used), np.dtype(F), ""),
     }
     if settings.value_in_key:
         del wanted[f"value{b}"]
-    for name, (shape, dtype) in wanted.items():
+    for name, (shape, dtype, channels) in wanted.items():
         x = given.get(name)
         if not isinstance(x, np.ndarray) or x.shape != shape or x.dtype != dtype:
             got = (
                 "nothing" if x is None else f"{getattr(x, 'dtype', type(x))} of shape {np.shape(x)}"
             )
             raise ArgumentError(
-                f"state: got {got} for {name!r}; allowed: {dtype} of shape {shape}, as a cache of dtype "
-                f"{settings.dtype!r} with these sizes has it"
+                f"state: got {got} for {name!r}; allowed: {dtype} of shape {shape}, by this cache's "
+                f"dtype={settings.dtype!r}, kv_heads={settings.kv_heads}{channels} and the state's lengths, {length}"
             )
     key, scale = given[f"key{b}"], given[f"scale{b}"]
     value = key[..., : settings.value_dim] if settings.value_in_key else given[f"value{b}"]

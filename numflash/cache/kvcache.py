@@ -4,7 +4,8 @@ Keys and values stay in the layout that the decode kernels read.
 
 Contiguous, in pages that sequences may share, or as a ring that never grows (sliding window with
 sinks); stored as float32, bfloat16, float16, INT8 or INT4. Append and decode are one compiled call each.
-A cache belongs to one thread at a time; different caches may be used from different threads.
+Different caches may be used from different threads, and `decode` of one cache on the CPU by several
+at once. Otherwise a cache belongs to one thread at a time.
 
 A call that raises or is interrupted (KeyboardInterrupt) leaves the cache as it was before the call,
 or as it is after it.
@@ -230,22 +231,25 @@ class KVCache(Appending):
         shape = query.shape
         if len(shape) == 4 and shape[2] > 1:
             memory.refuse_dropped(shape[2])
-        plan, c = memory.calls.plan(shape, scale, splits, memory.longest, changed)
-        changes = check_changes(softcap, alibi_slopes, mask, shape) if changed else NOTHING
-        if functions:
-            changes = with_functions(changes, score_mod, mask_mod, memory)
-        if sinks is not None:
-            sinks = of_heads("sinks", sinks, shape[1])
-        wanted = (*shape[:-1], self.value_dim)
-        result = np.empty(wanted, F) if out is None else output(out, wanted)
-        if out is not None and np.may_share_memory(out, query):
-            query = query.copy()  # it is read again after `out` is written
-        self._attend(memory, plan, c, query, scale, result, changes)
-        lse = None
-        if return_lse or sinks is not None:
-            lse = lse_of(memory, plan, query, scale, changes)
+        plan, c, free = memory.calls.take(shape, scale, splits, memory.longest, changed)
+        try:
+            changes = check_changes(softcap, alibi_slopes, mask, shape) if changed else NOTHING
+            if functions:
+                changes = with_functions(changes, score_mod, mask_mod, memory)
             if sinks is not None:
-                result[...], lse = apply_sinks(result, lse, sinks)
+                sinks = of_heads("sinks", sinks, shape[1])
+            wanted = (*shape[:-1], self.value_dim)
+            result = np.empty(wanted, F) if out is None else output(out, wanted)
+            if out is not None and np.may_share_memory(out, query):
+                query = query.copy()  # it is read again after `out` is written
+            self._attend(memory, plan, c, query, scale, result, changes)
+            lse: Any = None
+            if return_lse or sinks is not None:
+                lse = lse_of(memory, plan, query, scale, changes)
+        finally:
+            free.append(plan)
+        if sinks is not None:
+            result[...], lse = apply_sinks(result, lse, sinks)
         if plain and self.device == "cpu" and (shape[2] == 1 or self.window is None):
             memory.calls.results[shape] = wanted
         exported: Any = result
@@ -289,17 +293,20 @@ class KVCache(Appending):
         and `out` are still to be checked.
         """
         changed = changes is not NOTHING
-        plan, c = memory.calls.plan(query.shape, scale, splits, memory.longest, changed)
-        if out is None:
-            result = np.empty(wanted, FLOAT32)
-        else:
-            result = output(out, wanted)
-            if np.may_share_memory(result, query):
-                query = query.copy()  # it is read again after `out` is written
-        if changed:
-            plan.change(changes, None)
-        plan(query, c, memory.store, result)
-        redo(memory, plan, query, scale, result, changes)
+        plan, c, free = memory.calls.take(query.shape, scale, splits, memory.longest, changed)
+        try:
+            if out is None:
+                result = np.empty(wanted, FLOAT32)
+            else:
+                result = output(out, wanted)
+                if np.may_share_memory(result, query):
+                    query = query.copy()  # it is read again after `out` is written
+            if changed:
+                plan.change(changes, None)
+            plan(query, c, memory.store, result)
+            redo(memory, plan, query, scale, result, changes)
+        finally:
+            free.append(plan)
         return result
 
     @staticmethod
@@ -356,37 +363,54 @@ class KVCache(Appending):
         if not plain or key.shape[2] != query.shape[2] or (self.device != "cpu" and self.smooth):
             rows, _ = self._query(query)
             # what it refuses is refused before a token is appended
-            memory.calls.plan(rows.shape, scale, splits, memory.longest)
+            plan, _, free = memory.calls.take(rows.shape, scale, splits, memory.longest)
+            free.append(plan)
             if out is not None:
                 output(out, (*rows.shape[:-1], self.value_dim))
             if np.ndim(key) == 4:
                 memory.refuse_dropped(rows.shape[2], key.shape[2])
             self.append(key, value)
             return self.decode(query, scale=scale, splits=splits, out=out)
-        calls = memory.calls
-        plan, c = calls.plan(query.shape, scale, splits, memory.longest + key.shape[2])
-        shape = (*query.shape[:-1], self.value_dim)
-        result = np.empty(shape, F) if out is None else output(out, shape)
-        if out is not None and np.may_share_memory(out, query):
-            query = query.copy()  # it is read again after `out` is written
-        key, value, take, n = self._admitted(memory, key, value, None)
-        if self.device == "cpu":
-            memory.append(key, value, take, memory.store)
-            plan(query, c, memory.store, result)
+        longest = memory.longest + key.shape[2]
+        plan, c, free = memory.calls.take(query.shape, scale, splits, longest)
+        try:
+            shape = (*query.shape[:-1], self.value_dim)
+            result = np.empty(shape, F) if out is None else output(out, shape)
+            if out is not None and np.may_share_memory(out, query):
+                query = query.copy()  # it is read again after `out` is written
+            key, value, take, n = self._admitted(memory, key, value, None)
+            if self.device == "cpu":
+                memory.append(key, value, take, memory.store)
+                plan(query, c, memory.store, result)
+                if self._taken_as_is and not memory.settings.paged:
+                    call = query.shape, key.shape, value.shape
+                    memory.calls.equal[call] = EqualSteps(n, take, shape)
+            else:
+                self._captured_step(memory, plan, c, (key, value), query, take, result)
             redo(memory, plan, query, scale, result, NOTHING)
-            if self._taken_as_is and not memory.settings.paged:
-                call = query.shape, key.shape, value.shape
-                calls.equal[call] = EqualSteps(n, take, shape)
-            return result
+        finally:
+            free.append(plan)
+        return result
+
+    @staticmethod
+    def _captured_step(
+        memory: Memory,
+        plan: Plan,
+        c: np.float32,
+        tokens: tuple[np.ndarray, np.ndarray],
+        query: np.ndarray,
+        take: np.ndarray,
+        result: np.ndarray,
+    ) -> None:
+        """A step on a card: the captured one of this plan and factor."""
+        steps = memory.calls.steps
         rows = query.reshape(plan.shape)
-        results = result.reshape((*plan.shape[:3], self.value_dim))
-        captured = calls.steps.get((plan, float(c)))
+        results = result.reshape((*plan.shape[:3], -1))
+        captured = steps.get((plan, float(c)))
         if captured is None:
             step = cast(Any, memory.backend).Step(memory.append, plan, c, memory.store)
-            captured = calls.steps[plan, float(c)] = step
-        captured(key, value, rows, take, results, memory.store)
-        redo(memory, plan, query, scale, result, NOTHING)
-        return result
+            captured = steps[plan, float(c)] = step
+        captured(*tokens, rows, take, results, memory.store)
 
     def _equal_step(
         self,
@@ -403,9 +427,12 @@ class KVCache(Appending):
         full = longest > memory.settings.max_length and self.window is None
         if full or (self.smooth and not min(held)):
             return None
-        plan, c = memory.calls.plan(query.shape, scale, splits, longest)
-        result = np.empty(equal.shape, F)
-        memory.append(key, value, equal.take, memory.store)
-        plan(query, c, memory.store, result)
-        redo(memory, plan, query, scale, result, NOTHING)
+        plan, c, free = memory.calls.take(query.shape, scale, splits, longest)
+        try:
+            result = np.empty(equal.shape, F)
+            memory.append(key, value, equal.take, memory.store)
+            plan(query, c, memory.store, result)
+            redo(memory, plan, query, scale, result, NOTHING)
+        finally:
+            free.append(plan)
         return result

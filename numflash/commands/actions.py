@@ -109,6 +109,30 @@ def warmup(args: argparse.Namespace) -> Any:
     return known
 
 
+# what each table of `bench` but the usual one uses, besides its own name; L of a plot is a place
+USED = {
+    "decode": ("length", "threads", "number_of_threads"),
+    "plot": ("length", "head_dim", "iterations", "threads", "number_of_threads"),
+    "short": ("threads", "number_of_threads"),
+    "study": (),
+}
+ALWAYS = ("command", "function", "default_of", "json")
+PLACES = ("length", "head_dim", "iterations", "threads")
+
+
+def _refuse_unused(args: argparse.Namespace, table: str) -> None:
+    """Refuse what is given to a table of `bench` that does not use it."""
+    for name, value in vars(args).items():
+        if name in (*ALWAYS, *USED[table], table) or value == args.default_of(name):
+            continue
+        shown = "--threads" if name == "number_of_threads" else "--" + name.replace("_", "-")
+        used = [x for x in USED[table] if x not in ("length", "number_of_threads")]
+        raise ArgumentError(
+            f"{name if name in PLACES else shown}: got {value}, which {table!r} does not use; allowed: "
+            f"{', '.join(used) or 'nothing beside it'}"
+        )
+
+
 def bench(args: argparse.Namespace) -> Any:
     from . import bench as job
 
@@ -118,6 +142,8 @@ def bench(args: argparse.Namespace) -> Any:
         tables.append("decode")
     if len(tables) > 1:
         raise ArgumentError(f"{tables[0]}: got it together with {tables[1]}; allowed: one table")
+    if tables:
+        _refuse_unused(args, tables[0].removeprefix("--"))
     if args.length == "decode":
         from . import bench_decode
 

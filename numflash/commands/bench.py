@@ -13,7 +13,15 @@ from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
 from ..jit import target
 from ..measure import roofline
 from ..measure.console import Progress, Table, count
-from ..measure.contenders import PEER, REFERENCE, Case, Result, compete, contenders
+from ..measure.contenders import (
+    PEER,
+    REFERENCE,
+    Case,
+    Result,
+    check_request,
+    compete,
+    contenders,
+)
 from ..measure.timing import explain_marks, percent, ratio
 from ..tiling import KEY_BLOCK
 from .demo import phase_table
@@ -94,6 +102,7 @@ def run(
     reference_threads : also time the float32 reference on so many threads, 0 for no
     """
     length, head_dim = case.length, case.head_dim
+    check_request(head_dim, threads, reference_threads or 1)
     isa = target.available()[0]
     isas = VECTOR_ISAS.get(isa)
     parts = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ArgumentError, UnsupportedError
 from ..measure import roofline
 from ..measure.console import Progress, count
-from ..measure.contenders import Case, Result, compete, contenders
+from ..measure.contenders import Case, Result, check_request, compete, contenders
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +34,14 @@ def plot(path: str, head_dim: int, threads: int, iterations: int) -> dict[str, A
         raise ArgumentError(
             f"--plot: got {path!r}; allowed: a name ending in {', '.join(figure.canvas.get_supported_filetypes())}"
         )
+    check_request(head_dim, threads)
+    try:
+        with open(path, "ab"):  # what cannot be written is refused before minutes of measuring
+            pass
+    except OSError as error:
+        raise ArgumentError(
+            f"--plot: cannot write {path!r}: {error.strerror}; allowed: a file"
+        ) from None
     roof, results = measure(head_dim, threads, iterations)
     for name, points in results.items():
         rates = [r.rate / 1e9 for r in points]

@@ -65,7 +65,12 @@ CASE = (
     count("--heads", 1),
     count("--batch", 1),
 )
-CPU = option("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
+CPU = option(
+    "--cpu",
+    default="host",
+    help="host (default), or LLVM's name of another CPU, as a64fx, for which the kernel is compiled "
+    "and not run; a name that is not known lists the others",
+)
 NAMES = flag("--list", "names of the kernels")
 
 # (function, what it does, its arguments), in the order of the help
@@ -126,13 +131,13 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             flag(
                 "--short",
                 "what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch; of the "
-                "rest only threads is used",
+                "rest it takes threads only",
             ),
             option(
                 "--study",
                 choices=["exp2", "unfused", "improvements"],
                 help="a benchmark of the A64FX notes, one thread, with its own shapes; "
-                "nothing else is used",
+                "it takes nothing else",
             ),
             option(
                 "--reference-threads",
@@ -272,7 +277,7 @@ def parser() -> argparse.ArgumentParser:
     json_too = flag("--json", "print one JSON document instead of text")
     for function, text, arguments in COMMANDS:
         sub = commands.add_parser(function.__name__, help=text, description=text)
-        sub.set_defaults(function=function)
+        sub.set_defaults(function=function, default_of=sub.get_default)
         for names, given in (json_too, *arguments):
             sub.add_argument(*names, **given)
     return top

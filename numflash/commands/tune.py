@@ -22,6 +22,7 @@ from ..errors import ArgumentError, NumflashError
 from ..jit import target
 from ..jit.threads import limit
 from ..measure.console import Progress, Table
+from ..measure.contenders import check_request
 from ..measure.metrics import errors
 from ..numerics.quantization import quantize_problem
 from ..tiling import CACHES, TILINGS, Caches, Tiling, in_use, using
@@ -229,10 +230,11 @@ def run(
     Raises
     ------
     ArgumentError, UnsupportedError
-        For an instruction set that the machine lacks, or whose sizes are fixed.
+        For a head size that no kernel has; for an instruction set that the machine lacks, or whose sizes are fixed.
     ArithmeticError
         A tiling has other bits than the integer model, or float results beyond their budget.
     """
+    check_request(head_dim)
     request = Request(length, head_dim, _isa(isa, dtype, cpu, measured), dtype)
     isa = request.isa
     caches = CACHES.get(cpu, CACHES["generic"]) if cpu else Caches.of_this_machine()

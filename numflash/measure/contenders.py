@@ -20,10 +20,11 @@ import numpy as np
 from .. import reference, validation
 from ..cpu.study import reference_float32
 from ..dispatch.backends import solve
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
 from ..jit.threads import limit
 from ..numerics import quantization
+from ..tiling import MAX_HEAD_DIM
 from ..validation.options import Options
 from .metrics import Errors, errors
 from .timing import Timing, timed
@@ -168,6 +169,20 @@ def contenders(everybody: bool = False) -> list[Contender]:
     if find_spec("torch"):
         found.append(Contender(PEER, 1e-5, _torch))
     return found
+
+
+def check_request(head_dim: int, *threads: int) -> None:
+    """Refuse what could not be measured, before minutes of measuring.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if head_dim > MAX_HEAD_DIM:
+        raise ArgumentError(f"head_dim: got {head_dim}; allowed: 1 to {MAX_HEAD_DIM}")
+    for n in threads:
+        with limit(n):
+            pass
 
 
 @contextmanager

@@ -43,10 +43,18 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
         if x.dim() < 2:
             raise SdpaError(f"{name}: got shape {tuple(x.shape)}; allowed: at least 2 dimensions")
     mask_array("attn_mask", attn_mask)
+    check_constants(attn_mask=attn_mask)
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise SdpaError(
             f"attn_mask: got dtype {attn_mask.dtype}; allowed: bool, float32, or the query's {query.dtype}"
         )
+
+
+def check_constants(**constants: Any) -> None:
+    """Refuse what is neither a tensor nor left out."""
+    for name, x in constants.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed: a tensor, or None")
 
 
 def _differentiated_otherwise(x: Tensor) -> bool:

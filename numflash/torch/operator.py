@@ -39,6 +39,7 @@ OPTIONS = {
     "pv": "str?",
     "impl": "str",
 }
+LARGEST = (1 << 63) - 1  # of the schema's integers
 
 
 def _schema(tensors: str, results: int) -> str:
@@ -72,18 +73,34 @@ def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     )
 
 
+def _named(values: tuple) -> tuple[dict[str, Any], str]:
+    """The operator's options by the names of `Options`, and which implementation is asked for."""
+    given = dict(zip(OPTIONS, values, strict=True))
+    given["window"] = given.pop("left"), given.pop("right")
+    return given, choice("impl", given.pop("impl"), IMPLS)
+
+
+def _typed(values: tuple) -> tuple:
+    """The options as the operator's schema wants them; what is wrong is refused in our words, not in
+    those of PyTorch's dispatcher.
+    """
+    given, impl = _named(values)
+    asked = Options(**given)
+    left, right = (None if side is None else min(side, LARGEST) for side in asked.window)
+    others = {"left": left, "right": right, "impl": impl}
+    return tuple(others[x] if x in others else getattr(asked, x) for x in OPTIONS)
+
+
 def _options(values: tuple, key: Tensor) -> tuple[Options, str]:
     """The operator's options as `numflash.attention` takes them, and which implementation is asked
     for.
     """
-    given = dict(zip(OPTIONS, values, strict=True))
-    window = (given.pop("left"), given.pop("right"))
-    impl = given.pop("impl")
+    given, impl = _named(values)
     if given["key_lengths"] is None and given["alignment"] == "upper_left":
         lengths = _key_lengths(given["attn_mask"], key.shape[0], key.shape[2])
         if lengths is not None:  # with another alignment the diagonal would move with them
             given["key_lengths"], given["attn_mask"] = lengths, None
-    return Options(**given, window=window, return_lse=True), choice("impl", impl, IMPLS)
+    return Options(**given, return_lse=True), impl
 
 
 class pytorch_threads:
@@ -133,12 +150,14 @@ def _runner(
         _plain(query, dtype) and _plain(key, dtype) and _plain(value, dtype)
     ):
         return None, None
-    call = dtype, query.shape, key.shape, value.shape, options, tuple(map(type, options))
     if any(isinstance(x, Tensor) for x in options):
         return None, None
     try:
+        call = dtype, query.shape, key.shape, value.shape, options, tuple(map(type, options))
         return call, plans.runners.get(call)
     except TypeError:  # an option that cannot be hashed
+        return None, None
+    except RuntimeError:  # a nested tensor of the strided layout has no shape
         return None, None
 
 
@@ -339,5 +358,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
     """
     direct = not _is_traced() and all(map(_is_direct, (query, key, value)))
     run = _Attention.apply if direct else attention_operator
+    if not direct and not torch.compiler.is_compiling():
+        options = _typed(options)
     out, lse = run(query, key, value, *options)
     return out, lse

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..errors import ArgumentError
-from .checks import SdpaError, autocast, check_gradients, check_tensors
+from ..interop.arguments import flag, sides
+from .checks import SdpaError, autocast, check_constants, check_gradients, check_tensors
 from .operator import attend, without_operator
 
 PYTORCH = torch.nn.functional.scaled_dot_product_attention
@@ -59,7 +60,10 @@ def attention(
         What `impl` names cannot run here; tensors on a device that is neither a CPU nor a CUDA
         card.
     """
-    left, right = (None, None) if window is None else window
+    if type(window) is tuple and len(window) == 2:  # its sides are checked where they are used
+        left, right = window
+    else:
+        left, right = sides("window", window)
     options = (
         attn_mask,
         is_causal,
@@ -76,9 +80,11 @@ def attention(
         pv,
         impl,
     )
-    found = without_operator(query, key, value, options, return_lse)
-    if found is not None:
-        return found if return_lse else found[0]
+    if type(return_lse) is bool:
+        found = without_operator(query, key, value, options, return_lse)
+        if found is not None:
+            return found if return_lse else found[0]
+    return_lse = flag("return_lse", return_lse)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_tensors(query, key, value, attn_mask)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -86,6 +92,7 @@ def attention(
             raise ArgumentError(
                 f"{name}: got shape {tuple(x.shape)}; allowed: 4 dimensions, (B, H, L, D)"
             )
+    check_constants(key_lengths=key_lengths, alibi_slopes=alibi_slopes, sinks=sinks)
     check_gradients(
         precision, (query, key, value), attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks
     )
@@ -190,11 +197,11 @@ def scaled_dot_product_attention(
         Where PyTorch raises a RuntimeError; and for what numflash lacks: dropout, float64, masks
         that require grad, "int8" with inputs that require grad.
     ArgumentTypeError
-        For what is not a tensor.
+        For what is not a tensor, a number or a flag, where PyTorch raises a TypeError.
     UnsupportedError
         Tensors on a device that is neither a CPU nor a CUDA card, and masks on a card.
     """
-    if dropout_p == 0.0 and attn_mask is None:
+    if dropout_p == 0.0 and attn_mask is None and type(enable_gqa) is bool:
         options = (
             None,
             is_causal,
@@ -234,11 +241,12 @@ def _with_operator(
         raise SdpaError(
             f"dropout_p: got {dropout_p}; allowed: 0.0 only (model.eval(), or no dropout in its configuration)"
         )
+    enable_gqa = flag("enable_gqa", enable_gqa)
     mask, causal, alignment = _mask_of(bias, is_causal, query, key)
     query, key, value, mask = autocast(query, key, value, mask)
     check_tensors(query, key, value, mask)
     check_gradients(precision, (query, key, value), attn_mask=mask)
-    if 0 in (*query.shape, *key.shape, *value.shape):  # PyTorch makes the empty result
+    if _is_empty(query, key, value):  # PyTorch makes the empty result
         return PYTORCH(
             query, key, value, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -246,6 +254,15 @@ def _with_operator(
     options = causal, scale, grouped, None, None, alignment, None, 0.0, None, None
     out, _ = attend(q, k, v, mask, *options, precision, pv, "auto")
     return out if out.dim() == len(shape) else out.reshape(shape)
+
+
+def _is_empty(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a size is zero, but for zero keys alone: of those PyTorch's float16 gradients on a CPU
+    are memory that nobody has written.
+    """
+    sizes = *query.shape, *key.shape[:-2], *value.shape[:-2], key.shape[-1], value.shape[-1]
+    no_keys = 0 in (key.shape[-2], value.shape[-2])
+    return 0 in sizes or (no_keys and not query.is_cpu)
 
 
 def _mask_of(

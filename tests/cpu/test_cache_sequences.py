@@ -160,6 +160,10 @@ def damaged(state):
         ({"version": np.array("x")}, "one integer"),
         ({"oldest": np.zeros(3, np.int64)}, "'oldest'"),
         ({"oldest": np.array([0.0, 0.0])}, "'oldest'"),
+        ({"lengths": state["lengths"].astype("U3")}, "<U3 of shape .* for 'lengths'"),
+        ({"lengths": np.array([None, 1])}, "object of shape .* for 'lengths'"),
+        ({"lengths": state["lengths"].astype("M8[D]")}, "datetime64"),
+        ({"lengths": state["lengths"] - 1}, "'key0'.* and the state's lengths, 139"),
         ({"oldest": state["lengths"] + 1}, "0 to the lengths"),
         ({"offset": np.full_like(state["offset"], np.nan)}, "not finite"),
         ({"offset": np.ones_like(state["offset"])}, "smooth"),
@@ -187,7 +191,7 @@ def test_state_and_back(dtype):
         other.load_state(state)
     for change, words in (
         ({"version": np.array(9)}, "version 9"),
-        ({"lengths": np.zeros(3, np.int64)}, "2 sequences"),
+        ({"lengths": np.zeros(3, np.int64)}, "the cache's batch"),
         ({"key0": state["key0"][:, :5]}, "'key0'"),
         ({"scale1": state["scale1"].astype(np.float64)}, "'scale1'"),
         *damaged(state),
@@ -198,6 +202,9 @@ def test_state_and_back(dtype):
         assert other.lengths.tolist() == [0, 0]
     with pytest.raises(ArgumentTypeError, match="a mapping"):
         new("cpu", dtype).load_state([state])
+    other = new("cpu", dtype)
+    other.load_state({**state, "oldest": [0, 0]})  # a list, as JSON has it
+    assert other.state()["oldest"].dtype == np.int64
     with pytest.raises(CacheFullError, match="state: got 140"):
         new("cpu", dtype, length=100).load_state(state)
     cache.reset(0)

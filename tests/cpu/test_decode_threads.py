@@ -1,4 +1,6 @@
-"""Caches in several threads: each has its own bits, and kernels of a work queue take turns."""
+"""Caches in several threads: each has its own bits, one that is only read too, and kernels of a work
+queue take turns.
+"""
 
 import threading
 import time
@@ -11,6 +13,7 @@ from oracles import draw
 
 from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch_decode
+from numflash.errors import CacheFullError
 from numflash.jit import threads as jit_threads
 from numflash.jit.threads import limit, most
 
@@ -83,3 +86,61 @@ def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
     for t in threads:
         t.join()
     assert worst[0] == 1
+
+
+@pytest.mark.parametrize("length", [100, 4500])  # of one thread each, and of several
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_one_cache_decoded_in_two_threads(dtype, length, monkeypatch):
+    """Both calls have left their kernels before one reads what its kernel has left in its plan."""
+    cache = KVCache(B, G, 64, 5000, dtype)
+    cache.append(*tokens(length, 1, d=64))
+    queries = [draw((B, H, 1, 64), seed) for seed in (2, 3)]
+    alone = [cache.decode(q, return_lse=True) for q in queries]
+    made, both, found = [], threading.Barrier(2, timeout=60), {}
+    real = launch_decode.Plan.__call__
+
+    def meet(plan, *arguments):
+        real(plan, *arguments)
+        both.wait()
+
+    def count(plan, *arguments):
+        made.append(plan)
+        init(plan, *arguments)
+
+    init = launch_decode.Plan.__init__
+    monkeypatch.setattr(launch_decode.Plan, "__call__", meet)
+    monkeypatch.setattr(launch_decode.Plan, "__init__", count)
+
+    def decode(i):
+        for _ in range(3):
+            found[i] = cache.decode(queries[i], return_lse=True)
+
+    threads = [threading.Thread(target=decode, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i in range(2):
+        for got, wanted in zip(found[i], alone[i], strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    assert len(made) == 1  # besides the one that there was
+
+
+def test_calls_that_raise_give_their_plan_back(monkeypatch):
+    made = []
+    init = launch_decode.Plan.__init__
+    monkeypatch.setattr(
+        launch_decode.Plan, "__init__", lambda plan, *x: (made.append(plan), init(plan, *x))[1]
+    )
+    cache, query = KVCache(B, G, 64, 40), draw((B, H, 1, 64), 2)
+    cache.append(*tokens(40, 1, d=64))
+    for _ in range(3):
+        cache.decode(query)
+        for out in ("no array", np.empty((1, 1), np.float32)):
+            with pytest.raises(ValueError if isinstance(out, np.ndarray) else TypeError):
+                cache.decode(query, out=out)
+        with pytest.raises(ValueError, match="sinks"):
+            cache.decode(query, sinks=[1.0])
+        with pytest.raises(CacheFullError):
+            cache.step(query, *tokens(1, 1, d=64))
+    assert len(made) == 1

@@ -110,6 +110,23 @@ def test_sizes_of_zero(cut):
     assert arrays[0].grad.shape == arrays[0].shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4, 33, 16), (4, 33, 16), (33, 16)])
+def test_gradients_of_no_keys_are_zero(dtype, shape):
+    """PyTorch's own are memory that nobody has written."""
+    query = torch.randn(*shape, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(*shape[:-2], 0, 16, dtype=dtype, requires_grad=True) for _ in "kv")
+    for _ in range(5):
+        junk = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(20)]
+        del junk  # so that new memory holds NaN
+        query.grad = None
+        out = nt.scaled_dot_product_attention(query, key, value)
+        assert out.shape == shape and not out.count_nonzero()
+        out.backward(1e4 * torch.randn_like(out))
+        assert query.grad.shape == shape and not query.grad.count_nonzero()
+        assert key.grad.shape == key.shape and value.grad.shape == value.shape
+
+
 @pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
 def test_causal_biases(bias):
     want = SDPA(Q, K, V, bias(5, 7))

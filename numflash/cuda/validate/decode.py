@@ -91,7 +91,7 @@ def long_cache(
         cache.append(key, value)
     cache.decode(query)
     memory = cache._open()
-    plan, c = cast(Any, memory.calls.plan)(query.shape, None, None, memory.longest)
+    plan, c, _ = cast(Any, memory.calls.take)(query.shape, None, None, memory.longest)
     card = cast(Any, memory.layout).card
     store = cast(Any, memory.store)
     seconds = median_seconds(
