@@ -16,6 +16,7 @@ from ..validation import LARGEST_LSE, Problem
 from .compile import ARCHITECTURES
 from .device import current_device
 from .device.operands import (
+    EMULATED_BLOCKS,
     LOG2E,
     Launch,
     aligned,
@@ -362,5 +363,6 @@ def emulated(
     reports = []
     for launch in work.launches:
         kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
-        reports.append(emulate(kernel, launch.grid, None, list(launch.args), **options))
+        grid = launch.blocks(EMULATED_BLOCKS)
+        reports.append(emulate(kernel, grid, None, list(launch.args), **options))
     return work.gradients, tuple(reports)

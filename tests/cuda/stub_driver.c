@@ -176,6 +176,7 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   int s = stream_of(stream), failed = enqueue(s);
   TRACE("kernel of %u blocks on %lx\n", gx * gy * gz, (long)stream);
   if (failed) return failed;
+  if (!gx || !gy || !gz || gx >= 1u << 31 || gy > 65535 || gz > 65535) FAIL(1, "a grid of %u x %u x %u blocks", gx, gy, gz);
   long device = ((long)f - 0x4000) % 16; unsigned width = cluster_width[((long)f - 0x4000) / 16 % 4096];
   if (device != streams[s].device) FAIL(400, "a kernel of device %ld on a stream of device %d", device, streams[s].device);
   if (width && gx % width) FAIL(1, "a grid of %u blocks in clusters of %u", gx, width);

@@ -171,6 +171,34 @@ def test_arrays_on_the_card_are_passed_by_address(driver):
     assert "GPU memory" in lines[3] and "key: got ndarray in host memory" in lines[4]
 
 
+MANY = """
+import numpy as np, numflash
+from numba import cuda
+q, x = (cuda.device_array((65537, 3, 49, 32), dtype) for dtype in (np.float16, np.float32))
+lse = cuda.device_array((65537, 3, 49), np.float32)
+numflash.attention(q, q, q)
+numflash.attention(x, x, x)
+numflash.attention(q, q, q, precision="int8")
+numflash.attention_backward(q, q, q, q, q, lse)
+"""
+
+
+@pytest.mark.slow
+def test_more_batch_entries_than_a_grid_takes(driver):
+    """Swin's windows, 49 rows each; the driver refuses no launch (it names the first eight)."""
+    done = run(driver, MANY, "80")
+    grids = [
+        tuple(map(int, line.split()[2:5]))
+        for line in done.stderr.splitlines()
+        if line.startswith("launch grid")
+    ]
+    assert grids == [
+        (65537, 3, 1), (65537 * 13, 3, 1),
+        (65537, 6, 1), (65537, 6, 1), (65537, 3, 1), (65537 * 13, 3, 1),
+        (65537 * 4, 3, 1), (65537, 3, 1),
+    ]  # fmt: skip
+
+
 LIBRARIES = """
 import contextlib, sys, types
 import numpy as np
