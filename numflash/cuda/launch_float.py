@@ -6,6 +6,7 @@ Which kernel, with which constants, over which grid, on which arguments.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -36,6 +37,8 @@ from .device.tile_list import tile_list
 from .instructions.tensormap import TensorMap
 
 KEPT_IN_L2 = 32 << 20  # bytes of a Hopper card's 50 MB
+LISTS_KEPT = 8  # lists of tiles of one problem's functions: lengths, heads together, tile sizes
+_lists: WeakKeyDictionary[Any, dict[Any, np.ndarray]] = WeakKeyDictionary()
 
 
 def hide_nonfinite(key: np.ndarray, value: np.ndarray, bits: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -100,6 +103,22 @@ def _sinks(problem: Problem, results: Results) -> np.ndarray:
     return problem.sinks
 
 
+def _tiles_of(
+    functions: Any, lengths: tuple[int, int], packed: int, tile: tuple[int, int]
+) -> np.ndarray:
+    """`tile_list` of a problem's functions, made once for all calls with one block mask, which
+    keeps these.
+    """
+    known = _lists.setdefault(functions, {})
+    found = known.get((lengths, packed, tile))
+    if found is None:
+        found = tile_list(functions.states, functions.block, lengths, packed, tile)
+        if len(known) >= LISTS_KEPT:
+            known.clear()
+        known[lengths, packed, tile] = found
+    return found
+
+
 def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[dict, tuple]:
     """Constants and arrays of a problem's functions, for tiles of (rows, keys) of `packed` heads;
     nothing where there are none.
@@ -112,7 +131,7 @@ def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[di
     listed = bool(functions.states.size and tile[1])
     tiles = np.zeros(1, np.int32)
     if listed:
-        tiles = tile_list(functions.states, functions.block, (length, s), packed, tile)
+        tiles = _tiles_of(functions, (length, s), packed, tile)
     constants: dict[str, Any] = {"functions": code.name}
     if tile[1]:
         constants["listed"] = listed
