@@ -222,6 +222,7 @@ def float32_backward(
             ((*arrays, *sums, *shared), *numbers),
             lambda: None,
             here,
+            written=sums,
         )
         for which, rows, heads, sums in (("kv", s, nkv, (dk, dv_out)), ("q", length, nh, (dq, dq)))
     )
@@ -270,9 +271,13 @@ def float_backward(
         return tuple(int(n) for x in arrays for n in x.strides[:3])
 
     def launch(
-        factory: Any, constants: dict[str, Any], grid: tuple[int, int, int], args: tuple
+        factory: Any,
+        constants: dict[str, Any],
+        grid: tuple[int, int, int],
+        args: tuple,
+        written: Arrays,
     ) -> Launch:
-        return Launch(factory, constants, arch, grid, args, lambda: None, here)
+        return Launch(factory, constants, arch, grid, args, lambda: None, here, written=written)
 
     launches = [
         launch(
@@ -280,6 +285,7 @@ def float_backward(
             {"dv": dv_wide, "dtype": problem.precision},
             (rows // ROWS, nh, nb),
             ((do, o, lse, stats), strides(do, o), (length, v.shape[-1] * 2, nh, rows)),
+            (),  # the statistics stay there
         )
     ]
     places, slopes = key_places(problem, s), slopes_of(problem)
@@ -311,7 +317,8 @@ def float_backward(
             factors,
         )
         grid = (-(-count // shape["rows"]), heads, nb)
-        launches.append(launch(flash_backward, {"gradients": which, **shape, **common}, grid, args))
+        constants = {"gradients": which, **shape, **common}
+        launches.append(launch(flash_backward, constants, grid, args, sums))
     launches = [x for x in launches if 0 not in x.grid]
     return Backward(tuple(launches), (dq[..., :d], dk[..., :d], dv_out[..., :dv]))
 

@@ -208,6 +208,7 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
         args,
         lambda: (out[..., :dv], lse),
         resident_ids(results, q, k, v, out, lse, stored, sinks),
+        written=(out, lse),
     )
 
 
@@ -294,6 +295,7 @@ def hopper_forward(
         resident_ids(results, q, k, v, out, lse, stored, sinks),
         persistent=True,
         cluster=cluster,
+        written=(out, lse),
     )
 
 
@@ -355,4 +357,5 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
         args,
         lambda: (out, lse),
         resident_ids(results, q, k, v, out, lse, mask_at, bias_at, sinks),
+        written=(out, lse),
     )

@@ -115,7 +115,7 @@ static int put(uint64_t to, size_t n, int s) {
 }
 /* of pageable memory: staged before it returns, but the last part may still be on its way in the default stream */
 int cuMemcpyHtoD_v2(uint64_t to, void *from, size_t n) { NEEDS_CONTEXT; UNSAFE; return put(to, n, stream_of(0)); }
-int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) { NEEDS_CONTEXT; UNSAFE; return enqueue(stream_of(0)); }
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) { NEEDS_CONTEXT; UNSAFE; TRACE("back %zu\n", n); return enqueue(stream_of(0)); }
 int cuMemsetD8_v2(uint64_t to, unsigned char c, size_t n) { NEEDS_CONTEXT; UNSAFE; return put(to, n, stream_of(0)); }
 int cuMemsetD8Async(uint64_t to, unsigned char c, size_t n, void *s) { NEEDS_CONTEXT; return put(to, n, stream_of(s)); }
 int cuMemcpyHtoDAsync_v2(uint64_t to, void *from, size_t n, void *s) {

@@ -83,6 +83,28 @@ def test_launch_with_much_shared_memory(driver):
     assert "launch grid 2 2 1 block 128 shared 81920 stream 0 first 7000" in done.stderr
 
 
+BOTH_WAYS = """
+import numpy as np, numflash
+q, k = np.zeros((1, 2, 70, 64), np.float16), np.zeros((1, 2, 90, 64), np.float16)
+out, lse = numflash.attention(q, k, k, return_lse=True, impl="cuda")
+numflash.attention_backward(q, q, k, k, out, lse, impl="cuda")
+numflash.attention(q, k, k, precision="int8", impl="cuda")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_only_results_come_back_to_the_host(driver, capability):
+    """Out and LSE; dk, dv and dq; out, octaves and totals. Not the operands, nor statistics."""
+    done = run(driver, BOTH_WAYS, capability, STUB_TRACE="1")
+    found = [int(line.split()[1]) for line in done.stderr.splitlines() if line.startswith("back ")]
+    rows, keys = 2 * 70, 2 * 90
+    assert found == [
+        rows * 64 * 2, rows * 4, keys * 64 * 2, keys * 64 * 2, rows * 64 * 2,
+        rows * 64 * 4, rows * 4, rows * 4,
+    ]  # fmt: skip
+
+
 CLUSTER = """
 import numpy as np
 from numflash.cuda.device.device import Kernel, current_device

@@ -45,6 +45,8 @@ class Launch:
     resident: frozenset[int] = frozenset()  # ids of the arrays that are on the card already
     persistent: bool = False  # any number of blocks shares the work; more than fit only wait
     cluster: int = 1  # blocks that run together; they divide the grid
+    # the arrays that come back to the host; None: every writeable one
+    written: tuple[np.ndarray, ...] | None = None
 
     def blocks(self, most: int) -> tuple[int, int, int]:
         """The grid, for a card that holds `most` persistent blocks at once.
