@@ -301,8 +301,10 @@ def float_backward(
         "alibi": problem.alibi_slopes is not None,
         "turing": arch == "sm_75",
     }
+    cap = problem.softcap
     factors = tuple(
-        np.float32(x) for x in (problem.scale * LOG2E, problem.scale, problem.softcap * LOG2E)
+        np.float32(x)
+        for x in (problem.scale * LOG2E, problem.scale, cap * LOG2E, 2 / cap if cap else 0.0)
     )
     for which in passes(wide, dv_wide):
         shape = shape_of(which, wide, dv_wide, arch, mask is not None)

@@ -103,6 +103,13 @@ def _sinks(problem: Problem, results: Results) -> np.ndarray:
     return problem.sinks
 
 
+def _factors(problem: Problem) -> tuple[np.float32, np.float32, np.float32]:
+    """Of the scores, which the 16-bit kernels have in units of log2: see `scores.make_adjust`."""
+    cap = problem.softcap
+    twice = 2 / cap if cap else 0.0
+    return np.float32(problem.scale * LOG2E), np.float32(cap * LOG2E), np.float32(twice)
+
+
 def _tiles_of(
     functions: Any, lengths: tuple[int, int], packed: int, tile: tuple[int, int]
 ) -> np.ndarray:
@@ -191,13 +198,11 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + strides_of(
         mask, results
     )
-    # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of
-    # log2
     args = (
         (q, k, v, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
         strides,
         (length, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right),
-        (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
+        _factors(problem),
     )
     grid = (-(-length * group // block_q), nkv, nb)
     return Launch(
@@ -283,7 +288,7 @@ def hopper_forward(
         (maps, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
         (*(int(n) for n in out.strides[:3]), *strides_of(mask, results)),
         (length, v.shape[-1] * 2, nh, left, right, *schedule),
-        (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
+        _factors(problem),
     )
     return Launch(
         flash_hopper,

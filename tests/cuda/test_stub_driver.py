@@ -31,7 +31,7 @@ from numflash.cuda.compile import compiled
 from numflash.cuda.kernels.flash_float import flash_float
 device = current_device()
 kernel = device.kernel(compiled(flash_float, device.arch, "cubin", d=64, dv=64, block_q=64, block_k=64))
-arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0]
+arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0, 0.0]
 grid = (16, 8, 1)
 best = 1.0
 device.active().__enter__()

@@ -38,7 +38,7 @@ from .pieces import (
     swizzle_of,
 )
 from .products import make_add, make_scores, make_stage
-from .scores import LOG2E, tanh_accurate
+from .scores import LOG2E, tanh_fast
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
@@ -47,9 +47,9 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 # query, key
 # sizes: rows of a, rows of c, d, dv (bytes per row that exist), query heads, left, right, rows of
 # statistics per head
-# factors: scale * log2(e), scale, softcap * log2(e)
+# factors: scale * log2(e), scale, softcap * log2(e), 2 / softcap
 SIGNATURE = types.void(
-    types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
+    types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 4)
 )
 
 
@@ -265,7 +265,7 @@ def flash_backward(
         """P and dS of a chunk from its scores S and from dP, without regard to bounds where there
         is no mask.
         """
-        scale_log2, _, cap = call.factors
+        scale_log2, _, cap, twice = call.factors
         mask_batch, mask_head, mask_query, mask_key = call.strides[18:]
         row_step, column_step = (mask_key, mask_query) if of_keys else (mask_query, mask_key)
         four = cuda.local.array(4, u32)
@@ -299,7 +299,7 @@ def flash_backward(
                 if transform:
                     x = x * scale_log2  # in units of log2
                     if softcap:
-                        t = tanh_accurate(ptx.div(x, cap))
+                        t = tanh_fast(x, twice)
                         x, slope = cap * t, f32(1) - t * t
                     if alibi:
                         mine = i32(row + (8 if second else 0))

@@ -51,12 +51,12 @@ OWN = 10  # pointers before those of the functions
 # pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks, then the functions'
 # strides in bytes: batch, head, row of q, k, v, o; then of the mask: batch, head, query, key
 # sizes: queries, d, dv (bytes per row that exist), query heads, left, right
-# factors: scale * log2(e), softcap * log2(e)
+# factors: scale * log2(e), softcap * log2(e), 2 / softcap
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN),
     types.UniTuple(i64, 16),
     types.UniTuple(i32, 6),
-    types.UniTuple(f32, 2),
+    types.UniTuple(f32, 3),
 )
 
 
