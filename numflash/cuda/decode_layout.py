@@ -33,7 +33,7 @@ F = np.float32
 MIN_PAGE = LANE_KEYS
 # keys up to which one block does a KV head: the threshold of the T4 architecture
 SHORT_CONTEXT = 256
-BLOCKS_PER_MULTIPROCESSOR = 2  # of the kernels' registers
+RESERVED = 1024  # bytes of shared memory that the system takes for each block, from sm_80 on
 # slots of a ring that never turns, and of a sequence's page where it has but one
 UNLIMITED = 1 << 30
 HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -196,13 +196,25 @@ class Layout:
         )
 
     def call(self, longest: int, batch: int) -> tuple[int, int]:
-        """(blocks that run at once, key blocks of the longest sequence).
+        """(multiprocessors, key blocks of the longest sequence).
 
         What the number of splits depends on.
         """
-        return self.card.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, -(
-            -min(longest, self.sinks + self.ring) // KEY_BLOCK
-        )
+        return self.card.multiprocessors, -(-min(longest, self.sinks + self.ring) // KEY_BLOCK)
+
+    def residents(self, rows: int) -> int:
+        """Blocks of the decode kernel that a multiprocessor holds at once.
+
+        Reckoned from machine code, not measured on a card: 65536 registers are three blocks of 128
+        threads with up to 168 each, which those of one tile of rows take up to D = 128, else two;
+        and the blocks' shared memory. Options on scores, which the number of splits does not depend
+        on, take some kernels to 184: then two of the three are there.
+        """
+        tiles = self.row_tiles(rows)
+        narrow = tiles == 1 and max(self.padded) <= 128 and self.unified is None
+        arch = self.card.arch
+        each = RESERVED + shared_bytes(self, tiles)
+        return max(1, min(3 if narrow else 2, (ARCHITECTURES[arch][1] + RESERVED) // each))
 
     def serial_tokens(self, batch: int) -> int:
         """No sequence: the number of splits depends on every length."""
@@ -212,9 +224,8 @@ class Layout:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""
         if blocks * KEY_BLOCK <= SHORT_CONTEXT:
             return 1
-        return split_count(
-            batch * self.kv_heads * -(-rows // (16 * self.row_tiles(rows))), blocks, workers
-        )
+        units = batch * self.kv_heads * -(-rows // (16 * self.row_tiles(rows)))
+        return split_count(units, blocks, workers * self.residents(rows))
 
     def tokens(self, x: np.ndarray) -> np.ndarray:
         """New tokens as the append kernel takes them, contiguous.
@@ -393,7 +404,7 @@ def make_layout(settings: Settings) -> Layout:
         unified=settings.unified_max,
         rotate=settings.rotate,
     )
-    needed, there = shared_bytes(layout), ARCHITECTURES[card.arch][1]
+    needed, there = shared_bytes(layout, layout.row_tiles(MAX_BATCH)), ARCHITECTURES[card.arch][1]
     if needed > there:
         raise UnsupportedError(
             f"head_dim: got {settings.head_dim} and value_dim {settings.value_dim} with dtype {dtype!r}, "
@@ -402,9 +413,9 @@ def make_layout(settings: Settings) -> Layout:
     return layout
 
 
-def shared_bytes(layout: Layout) -> int:
-    """Shared memory of the decode kernel that takes the most query rows of a cache."""
-    sizes = {"row_tiles": layout.row_tiles(MAX_BATCH), "turing": layout.card.arch == "sm_75"}
+def shared_bytes(layout: Layout, tiles: int) -> int:
+    """Shared memory of the decode kernel for `tiles` tiles of query rows."""
+    sizes = {"row_tiles": tiles, "turing": layout.card.arch == "sm_75"}
     if layout.exact:
         return decode_int8(*layout.padded, packed=layout.packed, **sizes).shared_bytes
     return decode_float(*layout.padded, dtype=layout.dtype, **sizes).shared_bytes

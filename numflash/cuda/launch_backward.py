@@ -16,6 +16,7 @@ from ..validation import LARGEST_LSE, Problem
 from .compile import ARCHITECTURES
 from .device import current_device
 from .device.operands import (
+    EMULATED_BLOCKS,
     LOG2E,
     Launch,
     aligned,
@@ -221,6 +222,7 @@ def float32_backward(
             ((*arrays, *sums, *shared), *numbers),
             lambda: None,
             here,
+            written=sums,
         )
         for which, rows, heads, sums in (("kv", s, nkv, (dk, dv_out)), ("q", length, nh, (dq, dq)))
     )
@@ -269,9 +271,13 @@ def float_backward(
         return tuple(int(n) for x in arrays for n in x.strides[:3])
 
     def launch(
-        factory: Any, constants: dict[str, Any], grid: tuple[int, int, int], args: tuple
+        factory: Any,
+        constants: dict[str, Any],
+        grid: tuple[int, int, int],
+        args: tuple,
+        written: Arrays,
     ) -> Launch:
-        return Launch(factory, constants, arch, grid, args, lambda: None, here)
+        return Launch(factory, constants, arch, grid, args, lambda: None, here, written=written)
 
     launches = [
         launch(
@@ -279,6 +285,7 @@ def float_backward(
             {"dv": dv_wide, "dtype": problem.precision},
             (rows // ROWS, nh, nb),
             ((do, o, lse, stats), strides(do, o), (length, v.shape[-1] * 2, nh, rows)),
+            (),  # the statistics stay there
         )
     ]
     places, slopes = key_places(problem, s), slopes_of(problem)
@@ -294,8 +301,10 @@ def float_backward(
         "alibi": problem.alibi_slopes is not None,
         "turing": arch == "sm_75",
     }
+    cap = problem.softcap
     factors = tuple(
-        np.float32(x) for x in (problem.scale * LOG2E, problem.scale, problem.softcap * LOG2E)
+        np.float32(x)
+        for x in (problem.scale * LOG2E, problem.scale, cap * LOG2E, 2 / cap if cap else 0.0)
     )
     for which in passes(wide, dv_wide):
         shape = shape_of(which, wide, dv_wide, arch, mask is not None)
@@ -310,7 +319,8 @@ def float_backward(
             factors,
         )
         grid = (-(-count // shape["rows"]), heads, nb)
-        launches.append(launch(flash_backward, {"gradients": which, **shape, **common}, grid, args))
+        constants = {"gradients": which, **shape, **common}
+        launches.append(launch(flash_backward, constants, grid, args, sums))
     launches = [x for x in launches if 0 not in x.grid]
     return Backward(tuple(launches), (dq[..., :d], dk[..., :d], dv_out[..., :dv]))
 
@@ -362,5 +372,6 @@ def emulated(
     reports = []
     for launch in work.launches:
         kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
-        reports.append(emulate(kernel, launch.grid, None, list(launch.args), **options))
+        grid = launch.blocks(EMULATED_BLOCKS)
+        reports.append(emulate(kernel, grid, None, list(launch.args), **options))
     return work.gradients, tuple(reports)

@@ -6,6 +6,7 @@ Which kernel, with which constants, over which grid, on which arguments.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -36,6 +37,8 @@ from .device.tile_list import tile_list
 from .instructions.tensormap import TensorMap
 
 KEPT_IN_L2 = 32 << 20  # bytes of a Hopper card's 50 MB
+LISTS_KEPT = 8  # lists of tiles of one problem's functions: lengths, heads together, tile sizes
+_lists: WeakKeyDictionary[Any, dict[Any, np.ndarray]] = WeakKeyDictionary()
 
 
 def hide_nonfinite(key: np.ndarray, value: np.ndarray, bits: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -100,6 +103,29 @@ def _sinks(problem: Problem, results: Results) -> np.ndarray:
     return problem.sinks
 
 
+def _factors(problem: Problem) -> tuple[np.float32, np.float32, np.float32]:
+    """Of the scores, which the 16-bit kernels have in units of log2: see `scores.make_adjust`."""
+    cap = problem.softcap
+    twice = 2 / cap if cap else 0.0
+    return np.float32(problem.scale * LOG2E), np.float32(cap * LOG2E), np.float32(twice)
+
+
+def _tiles_of(
+    functions: Any, lengths: tuple[int, int], packed: int, tile: tuple[int, int]
+) -> np.ndarray:
+    """`tile_list` of a problem's functions, made once for all calls with one block mask, which
+    keeps these.
+    """
+    known = _lists.setdefault(functions, {})
+    found = known.get((lengths, packed, tile))
+    if found is None:
+        found = tile_list(functions.states, functions.block, lengths, packed, tile)
+        if len(known) >= LISTS_KEPT:
+            known.clear()
+        known[lengths, packed, tile] = found
+    return found
+
+
 def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[dict, tuple]:
     """Constants and arrays of a problem's functions, for tiles of (rows, keys) of `packed` heads;
     nothing where there are none.
@@ -112,7 +138,7 @@ def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[di
     listed = bool(functions.states.size and tile[1])
     tiles = np.zeros(1, np.int32)
     if listed:
-        tiles = tile_list(functions.states, functions.block, (length, s), packed, tile)
+        tiles = _tiles_of(functions, (length, s), packed, tile)
     constants: dict[str, Any] = {"functions": code.name}
     if tile[1]:
         constants["listed"] = listed
@@ -172,13 +198,11 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + strides_of(
         mask, results
     )
-    # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of
-    # log2
     args = (
         (q, k, v, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
         strides,
         (length, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right),
-        (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
+        _factors(problem),
     )
     grid = (-(-length * group // block_q), nkv, nb)
     return Launch(
@@ -189,6 +213,7 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
         args,
         lambda: (out[..., :dv], lse),
         resident_ids(results, q, k, v, out, lse, stored, sinks),
+        written=(out, lse),
     )
 
 
@@ -263,7 +288,7 @@ def hopper_forward(
         (maps, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
         (*(int(n) for n in out.strides[:3]), *strides_of(mask, results)),
         (length, v.shape[-1] * 2, nh, left, right, *schedule),
-        (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
+        _factors(problem),
     )
     return Launch(
         flash_hopper,
@@ -275,6 +300,7 @@ def hopper_forward(
         resident_ids(results, q, k, v, out, lse, stored, sinks),
         persistent=True,
         cluster=cluster,
+        written=(out, lse),
     )
 
 
@@ -336,4 +362,5 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
         args,
         lambda: (out, lse),
         resident_ids(results, q, k, v, out, lse, mask_at, bias_at, sinks),
+        written=(out, lse),
     )

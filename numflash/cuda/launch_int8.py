@@ -181,6 +181,7 @@ def launch_of(
     cap = (np.float32(problem.softcap) * fx.LOG2E_Q8,)
     first = (x.first_keys, x.first_scale, x.first_value)
     resident = resident_ids(results, *x, mask_at, bias_at)
+    outputs = (x.out, x.octave, x.total)
     row_bytes, channels = x.query.shape[-1], x.value_scale.shape[-1]
     if chosen.hopper:
         from .kernels.flash_int8_hopper import BLOCK_Q, PANEL_BYTES, flash_int8_hopper
@@ -192,7 +193,6 @@ def launch_of(
             TensorMap(x.value, (1, 1, padded(dv), KEY_BLOCK)),
             TensorMap(x.key_scale, (1, 1, 1, KEY_BLOCK), swizzle=0),
         ]
-        outputs = (x.out, x.octave, x.total)
         args: tuple = (
             (maps, *outputs, x.query_scale, x.value_scale, *per_row, x.query, *first),
             strides,
@@ -201,14 +201,16 @@ def launch_of(
         )
         constants: dict[str, Any] = {"d": chosen.width, **options, "packed": packed}
         grid = (-(-length * packed // BLOCK_Q), nh // packed, nb)
-        return Launch(flash_int8_hopper, constants, arch, grid, args, finish, resident)
+        return Launch(
+            flash_int8_hopper, constants, arch, grid, args, finish, resident, written=outputs
+        )
     from .kernels.flash_int8 import flash_int8
 
     tiling = chosen.tiling
     block_q = rows_per_block(tiling, length * group)
     scales = (x.query_scale, x.key_scale, x.value_scale)
     args = (
-        (x.query, x.key, x.value, x.out, x.octave, x.total, *scales, *per_row, *first),
+        (x.query, x.key, x.value, *outputs, *scales, *per_row, *first),
         strides,
         (length, s, row_bytes, x.key_scale.shape[-1], channels, nh, left, right),
         cap,
@@ -222,7 +224,7 @@ def launch_of(
         "halves": tiling.key_block // (tiling.nv * tiling.lanes),
     }
     grid = (-(-length * group // block_q), nkv, nb)
-    return Launch(flash_int8, constants, arch, grid, args, finish, resident)
+    return Launch(flash_int8, constants, arch, grid, args, finish, resident, written=outputs)
 
 
 def _byte_values(

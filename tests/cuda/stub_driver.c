@@ -115,7 +115,7 @@ static int put(uint64_t to, size_t n, int s) {
 }
 /* of pageable memory: staged before it returns, but the last part may still be on its way in the default stream */
 int cuMemcpyHtoD_v2(uint64_t to, void *from, size_t n) { NEEDS_CONTEXT; UNSAFE; return put(to, n, stream_of(0)); }
-int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) { NEEDS_CONTEXT; UNSAFE; return enqueue(stream_of(0)); }
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) { NEEDS_CONTEXT; UNSAFE; TRACE("back %zu\n", n); return enqueue(stream_of(0)); }
 int cuMemsetD8_v2(uint64_t to, unsigned char c, size_t n) { NEEDS_CONTEXT; UNSAFE; return put(to, n, stream_of(0)); }
 int cuMemsetD8Async(uint64_t to, unsigned char c, size_t n, void *s) { NEEDS_CONTEXT; return put(to, n, stream_of(s)); }
 int cuMemcpyHtoDAsync_v2(uint64_t to, void *from, size_t n, void *s) {
@@ -176,6 +176,7 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   int s = stream_of(stream), failed = enqueue(s);
   TRACE("kernel of %u blocks on %lx\n", gx * gy * gz, (long)stream);
   if (failed) return failed;
+  if (!gx || !gy || !gz || gx >= 1u << 31 || gy > 65535 || gz > 65535) FAIL(1, "a grid of %u x %u x %u blocks", gx, gy, gz);
   long device = ((long)f - 0x4000) % 16; unsigned width = cluster_width[((long)f - 0x4000) / 16 % 4096];
   if (device != streams[s].device) FAIL(400, "a kernel of device %ld on a stream of device %d", device, streams[s].device);
   if (width && gx % width) FAIL(1, "a grid of %u blocks in clusters of %u", gx, width);

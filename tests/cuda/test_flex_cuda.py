@@ -1,5 +1,8 @@
 """Score and mask functions in the CUDA kernels, run by the emulator, and in ptxas's machine code."""
 
+import gc
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from sass_checks import resources
 
 import numflash
+from numflash.cuda import launch_float
 from numflash.cuda.compile import Source, compile_source
 from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.device.operands import emulated
@@ -119,6 +123,29 @@ def test_listed_tiles_hold_every_pair_that_is_seen(lengths, packed, tile, block)
                 part = rows[b, h, n * tile[0] : (n + 1) * tile[0], t * tile[1] : (t + 1) * tile[1]]
                 wanted += [2 * t + int((part == 2).all())] if part.any() else []
             assert found.tolist() == wanted
+
+
+def test_a_block_mask_is_listed_once(monkeypatch):
+    """For each problem of it, as long as there is the mask; a bounded number of lists."""
+    made = []
+    monkeypatch.setattr(launch_float, "tile_list", lambda *a: made.append(a) or tile_list(*a))
+    monkeypatch.setattr(launch_float, "LISTS_KEPT", 2)
+    monkeypatch.setattr(launch_float, "_lists", WeakKeyDictionary())
+    mask = numflash.create_block_mask(g.sliding_window, g.B, g.H, 70, 150, BLOCK_SIZE=16)
+    q, k, v = (x.astype(np.float16) for x in g.operands(3, length=70, s=150))
+
+    def tiles(packed=1, mask=mask):
+        whole = with_functions(problem(q, k, v, Options()), None, mask, "cuda-emulator")
+        _, given = launch_float._functions(whole, packed, (64, 64))
+        return given[2]
+
+    assert tiles() is tiles() and len(made) == 1
+    assert tiles(2) is not tiles() and len(made) == 2
+    tiles(4), tiles(2)
+    assert len(made) == 4 and len(launch_float._lists) == 1
+    del mask, tiles
+    gc.collect()
+    assert not launch_float._lists
 
 
 def test_empty_tiles_are_skipped():

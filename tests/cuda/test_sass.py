@@ -129,6 +129,26 @@ def test_backward(arch, gradients, d, registers):
     assert found.count("ATOM") == found.count("ATOMG") == found.count("RED") == 0
 
 
+@pytest.mark.parametrize(("factory", "arch"), [(flash_float, "sm_80"), (flash_hopper, "sm_90a")])
+def test_a_softcap_calls_nothing(factory, arch):
+    """Division and reciprocal that are rounded correctly have a slow path of their own.
+
+    The sums of the two rows of a thread are inverted so, once; a score is not.
+    """
+    options = {"softcap": True}
+    sizes = {"d": 64, "dv": 64, "block_q": 64, "block_k": 64}
+    if factory is flash_hopper:
+        sizes = hopper_tile(64, options)
+    found = resources(factory, arch, **sizes, **options)
+    assert found.count("FCHK") == 0 and found.count("CALL") <= 3
+
+
+def test_a_softcap_calls_nothing_in_gradients():
+    shape = launch_backward.shape_of("kv", 64, 64, "sm_80")
+    found = resources(flash_backward, "sm_80", gradients="kv", d=64, dv=64, softcap=True, **shape)
+    assert found.count("FCHK") == 0 and found.count("CALL") <= 3
+
+
 EVERY = {"mask": "float", "softcap": True, "alibi": True, "band": True, "group": 4}
 
 

@@ -3,6 +3,8 @@
 Exact counts of tensor-core operations, nothing spilled, wide accesses to the cache.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -12,6 +14,7 @@ from sass_checks import resources
 from sass_table import variants
 
 from numflash.cuda.compile import compiled, sass
+from numflash.cuda.decode_layout import Layout
 from numflash.cuda.kernels.decode_append import decode_append
 from numflash.cuda.kernels.decode_combine import decode_combine
 from numflash.cuda.kernels.decode_float import decode_float
@@ -104,6 +107,38 @@ def test_int4(arch, d, rows, options, registers):
     signs = [opcode for opcode, operands in sass.instructions(code) if "0x88888888" in operands]
     assert set(signs) == {"LOP3.LUT"}
     assert len(signs) == 2 * (d // 8) * (1 + rows)  # words of K, and of V for each tile of rows
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "d", "rows", "blocks"),
+    [
+        ("sm_75", "float16", 128, 1, 1),
+        ("sm_80", "float16", 128, 1, 3),
+        ("sm_80", "int8", 128, 1, 3),
+        ("sm_80", "int4", 64, 1, 3),
+        ("sm_80", "float16", 128, 17, 2),
+        ("sm_89", "int8", 128, 1, 2),
+        ("sm_90a", "float16", 128, 1, 3),
+        ("sm_90a", "int8", 128, 1, 3),
+        ("sm_90a", "int8", 256, 1, 2),
+    ],
+)
+def test_as_many_blocks_as_are_reckoned_fit(arch, dtype, d, rows, blocks):
+    """By registers, which are given out eight a thread, and shared memory; splits fill so many."""
+    card = SimpleNamespace(arch=arch, multiprocessors=10)
+    layout = Layout(card, dtype, 1, d, d, 128, True)
+    assert layout.residents(rows) == blocks
+    workers, found = layout.call(1 << 20, 1)
+    assert workers == 10 and 8.5 * blocks <= layout.splits(1, rows, workers, found) <= 10 * blocks
+    factory = decode_float if dtype == "float16" else decode_int8
+    kind = {"dtype": dtype} if dtype == "float16" else {"packed": dtype == "int4"}
+    tiles, turing = layout.row_tiles(rows), arch == "sm_75"
+    constants = {"d": d, "dv": d, "row_tiles": tiles, "turing": turing, **kind}
+    registers = resources(factory, arch, direct=False, paged=True, **constants).registers
+    item = compiled(factory, arch, "cubin", direct=False, paged=True, **constants)
+    assert blocks * item.threads * (-(-registers // 8) * 8) <= 65536
+    there = {"sm_75": 64, "sm_80": 164, "sm_89": 100, "sm_90a": 228}[arch] * 1024
+    assert blocks * (item.shared_bytes + (0 if turing else 1024)) <= there
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80"])

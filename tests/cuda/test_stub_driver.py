@@ -31,7 +31,7 @@ from numflash.cuda.compile import compiled
 from numflash.cuda.kernels.flash_float import flash_float
 device = current_device()
 kernel = device.kernel(compiled(flash_float, device.arch, "cubin", d=64, dv=64, block_q=64, block_k=64))
-arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0]
+arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0, 0.0]
 grid = (16, 8, 1)
 best = 1.0
 device.active().__enter__()
@@ -81,6 +81,28 @@ def test_launch_with_much_shared_memory(driver):
     assert "(1, 2, 70, 128) float16" in done.stdout
     assert "attribute 8 = 81920" in done.stderr  # beyond 48 KB the kernel must ask
     assert "launch grid 2 2 1 block 128 shared 81920 stream 0 first 7000" in done.stderr
+
+
+BOTH_WAYS = """
+import numpy as np, numflash
+q, k = np.zeros((1, 2, 70, 64), np.float16), np.zeros((1, 2, 90, 64), np.float16)
+out, lse = numflash.attention(q, k, k, return_lse=True, impl="cuda")
+numflash.attention_backward(q, q, k, k, out, lse, impl="cuda")
+numflash.attention(q, k, k, precision="int8", impl="cuda")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_only_results_come_back_to_the_host(driver, capability):
+    """Out and LSE; dk, dv and dq; out, octaves and totals. Not the operands, nor statistics."""
+    done = run(driver, BOTH_WAYS, capability, STUB_TRACE="1")
+    found = [int(line.split()[1]) for line in done.stderr.splitlines() if line.startswith("back ")]
+    rows, keys = 2 * 70, 2 * 90
+    assert found == [
+        rows * 64 * 2, rows * 4, keys * 64 * 2, keys * 64 * 2, rows * 64 * 2,
+        rows * 64 * 4, rows * 4, rows * 4,
+    ]  # fmt: skip
 
 
 CLUSTER = """
@@ -169,6 +191,34 @@ def test_arrays_on_the_card_are_passed_by_address(driver):
     )
     assert lines[2] == "(2, 40, 64) float32 (2, 40)"
     assert "GPU memory" in lines[3] and "key: got ndarray in host memory" in lines[4]
+
+
+MANY = """
+import numpy as np, numflash
+from numba import cuda
+q, x = (cuda.device_array((65537, 3, 49, 32), dtype) for dtype in (np.float16, np.float32))
+lse = cuda.device_array((65537, 3, 49), np.float32)
+numflash.attention(q, q, q)
+numflash.attention(x, x, x)
+numflash.attention(q, q, q, precision="int8")
+numflash.attention_backward(q, q, q, q, q, lse)
+"""
+
+
+@pytest.mark.slow
+def test_more_batch_entries_than_a_grid_takes(driver):
+    """Swin's windows, 49 rows each; the driver refuses no launch (it names the first eight)."""
+    done = run(driver, MANY, "80")
+    grids = [
+        tuple(map(int, line.split()[2:5]))
+        for line in done.stderr.splitlines()
+        if line.startswith("launch grid")
+    ]
+    assert grids == [
+        (65537, 3, 1), (65537 * 13, 3, 1),
+        (65537, 6, 1), (65537, 6, 1), (65537, 3, 1), (65537 * 13, 3, 1),
+        (65537 * 4, 3, 1), (65537, 3, 1),
+    ]  # fmt: skip
 
 
 LIBRARIES = """

@@ -119,7 +119,7 @@ def _quantise(
         {**sizes, "source": dtype},
         arch,
         (sums.shape[2], nkv * (1 + smooth), nb),
-        ((k, v, lengths, sums, peaks), (*k.strides, *v.strides), (nkv, d, dv)),
+        ((k, v, lengths, sums, peaks), (*k.strides, *v.strides), (nkv, s, d, dv)),
         tuple,
         resident_ids((), k, v, sums, peaks),
     )

@@ -98,12 +98,15 @@ class Kernel:
 class _Copies:
     """Host arrays on the card for the length of a `with`: {id(array): address}.
 
-    Written ones come back at the end.
+    Those of `written` come back at the end.
     """
 
-    def __init__(self, driver: Any, arrays: list[np.ndarray]) -> None:
+    def __init__(
+        self, driver: Any, arrays: list[np.ndarray], written: Sequence[np.ndarray] = ()
+    ) -> None:
         self.driver = driver
         self.arrays = list({id(x): x for x in arrays}.values())
+        self.written = list({id(x): x for x in written}.values())
 
     def __enter__(self) -> dict[int, int]:
         d = self.driver
@@ -122,9 +125,8 @@ class _Copies:
         try:
             if failure is None:
                 check(d, d.cuCtxSynchronize())
-                for x in self.arrays:
-                    if x.flags.writeable:
-                        check(d, d.cuMemcpyDtoH(x.ctypes.data, self.address[id(x)], x.nbytes))
+                for x in self.written:
+                    check(d, d.cuMemcpyDtoH(x.ctypes.data, self.address[id(x)], x.nbytes))
         finally:
             self._release()
 
@@ -225,7 +227,13 @@ class Device:
         maps = [m for args in flat for x in args if isinstance(x, list) for m in x]
         arrays = [x for args in flat for x in args if isinstance(x, np.ndarray)]
         arrays += [m.array for m in maps]
-        with self.active(), _Copies(self.driver, arrays) as address:
+        written = [
+            x
+            for step, args in zip(steps, flat, strict=True)
+            for x in (args if step.written is None else step.written)
+            if isinstance(x, np.ndarray) and x.flags.writeable
+        ]
+        with self.active(), _Copies(self.driver, arrays, written) as address:
             table = encode(self.driver, [(m, address[id(m.array)]) for m in maps])
             with _Copies(self.driver, [table]) as at:
                 next_map = at[id(table)]

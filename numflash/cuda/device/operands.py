@@ -19,6 +19,7 @@ from ...tiling import padded as smallest
 from ...validation import Problem
 
 NO_LIMIT = 1 << 29
+MOST_BLOCKS = (1 << 31) - 1, 65535, 65535  # along the axes of a grid
 EMULATED_BLOCKS = 4  # persistent ones, as if there were so many multiprocessors
 MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
 LOG2E = float(fx.LOG2E)
@@ -42,11 +43,25 @@ class Launch:
     resident: frozenset[int] = frozenset()  # ids of the arrays that are on the card already
     persistent: bool = False  # any number of blocks shares the work; more than fit only wait
     cluster: int = 1  # blocks that run together; they divide the grid
+    # the arrays that come back to the host; None: every writeable one
+    written: tuple[np.ndarray, ...] | None = None
 
     def blocks(self, most: int) -> tuple[int, int, int]:
-        """The grid, for a card that holds `most` persistent blocks at once."""
-        clusters = max(1, most // self.cluster)
-        return (min(self.grid[0], clusters * self.cluster), 1, 1) if self.persistent else self.grid
+        """The grid, for a card that holds `most` persistent blocks at once.
+
+        More batch entries than its last axis takes go along the first one (`make_find_block`).
+        """
+        if self.persistent:
+            clusters = max(1, most // self.cluster)
+            return min(self.grid[0], clusters * self.cluster), 1, 1
+        tiles, heads, batch = self.grid
+        grid = (tiles, heads, batch) if batch <= MOST_BLOCKS[2] else (tiles * batch, heads, 1)
+        if any(n > limit for n, limit in zip(grid, MOST_BLOCKS, strict=True)):
+            raise UnsupportedError(
+                f"query, key: {tiles} tiles of rows, {heads} heads and {batch} batch entries; allowed on a card: "
+                f"{MOST_BLOCKS[1]} heads, and a product of the others up to {MOST_BLOCKS[0]}"
+            )
+        return grid
 
 
 def padded(d: int) -> int:

@@ -45,24 +45,28 @@ def tile_list(
     ends = np.minimum(starts + keys, s) - 1
     low = _over(np.minimum, low, starts // block[1], ends // block[1], 3)
     high = _over(np.maximum, high, starts // block[1], ends // block[1], 3)
-    entries = 2 * np.arange(len(starts), dtype=np.int32) + (low == FULL)
-    seen = high > 0
-    order = np.argsort(~seen, -1, kind="stable")
-    table = np.concatenate(
-        [seen.sum(-1, keepdims=True), np.take_along_axis(entries, order, -1)], -1
-    )
+    table = _rows(high > 0, low == FULL)
     row = table.shape[-1]
     heads = row * table.shape[2]
     strides = (heads * table.shape[1] if nb > 1 else 0, heads if nh > 1 else 0, row)
-    return np.concatenate([np.array(strides), table.reshape(-1)]).astype(np.int32)
+    return np.concatenate([np.array(strides, np.int32), table.reshape(-1)])
+
+
+def _rows(seen: np.ndarray, full: np.ndarray) -> np.ndarray:
+    """(..., 1 + tiles) int32: of each row how many tiles are seen, then these, zeros behind."""
+    tiles = seen.shape[-1]
+    table = np.zeros((*seen.shape[:-1], 1 + tiles), np.int32)
+    count = table[..., 0] = np.count_nonzero(seen, -1)
+    entries = 2 * np.arange(tiles, dtype=np.int32) + full
+    table[..., 1:][np.arange(tiles) < count[..., None]] = entries[seen]
+    return table
 
 
 def _over(
     reduce: np.ufunc, states: np.ndarray, first: np.ndarray, last: np.ndarray, axis: int
 ) -> np.ndarray:
     """The extreme of blocks first to last of an axis, for each tile."""
-    parts = [
-        reduce.reduce(states.take(range(a, b + 1), axis), axis)
-        for a, b in zip(first, last, strict=True)
-    ]
-    return np.stack(parts, axis)
+    found = states.take(first, axis)
+    for n in range(1, int((last - first).max(initial=0)) + 1):
+        reduce(found, states.take(np.minimum(first + n, last), axis), out=found)
+    return found

@@ -61,6 +61,7 @@ fmax_nan = op("max.NaN.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)
 fmin_nan = op("min.NaN.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.11, sm_80
 fmin = op("min.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.11
 rcp = op("rcp.rn.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.13
+rcp_approx = op("rcp.approx.ftz.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.13, 1 ulp
 ex2 = op("ex2.approx.ftz.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.21
 lg2 = op("lg2.approx.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.20
 tanh = op("tanh.approx.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.22, sm_75

@@ -31,14 +31,14 @@ from .pieces import (
     NEG_INF,
     Call,
     make_copy,
+    make_find_block,
     make_load_tile,
     make_read,
-    make_row_block,
     make_store_rows,
     swizzle_of,
 )
 from .products import make_add, make_scores, make_stage
-from .scores import LOG2E, tanh_accurate
+from .scores import LOG2E, tanh_fast
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
@@ -47,9 +47,9 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 # query, key
 # sizes: rows of a, rows of c, d, dv (bytes per row that exist), query heads, left, right, rows of
 # statistics per head
-# factors: scale * log2(e), scale, softcap * log2(e)
+# factors: scale * log2(e), scale, softcap * log2(e), 2 / softcap
 SIGNATURE = types.void(
-    types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
+    types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 4)
 )
 
 
@@ -136,7 +136,8 @@ def flash_backward(
     b_size = rows * dv_bytes
     c_size = columns * d_bytes
     e_size = columns * dv_bytes
-    row_block = make_row_block(band and not of_keys)  # the first keys are seen by most queries
+    # the first keys are seen by most queries
+    find_block = make_find_block(rows, band and not of_keys)
     stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
     has_mask, float_mask = bool(mask), mask == "float"
     transform = softcap or alibi or float_mask
@@ -178,17 +179,17 @@ def flash_backward(
             )
 
     @device_function
-    def find_block(pointers, sizes):
-        """The block's head, and what its rows attend to."""
+    def find_rows(pointers, sizes):
+        """The block's first row, and what its head's rows attend to."""
         own_rows, other_rows, _, _, _, left, right, _ = sizes
-        head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        first, head, batch = find_block(own_rows)
         keys = ptx.load_global_s32(pointers[8] + u64(batch * 4))
         diagonal = ptx.load_global_s32(pointers[7] + u64(batch * 4))
         own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
         offset, before, after = (
             (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
         )
-        return Block(batch, head, own_left, other_left, diagonal, offset, before, after)
+        return first, Block(batch, head, own_left, other_left, diagonal, offset, before, after)
 
     @device_function
     def find_columns(block, first):
@@ -264,7 +265,7 @@ def flash_backward(
         """P and dS of a chunk from its scores S and from dP, without regard to bounds where there
         is no mask.
         """
-        scale_log2, _, cap = call.factors
+        scale_log2, _, cap, twice = call.factors
         mask_batch, mask_head, mask_query, mask_key = call.strides[18:]
         row_step, column_step = (mask_key, mask_query) if of_keys else (mask_query, mask_key)
         four = cuda.local.array(4, u32)
@@ -298,7 +299,7 @@ def flash_backward(
                 if transform:
                     x = x * scale_log2  # in units of log2
                     if softcap:
-                        t = tanh_accurate(ptx.div(x, cap))
+                        t = tanh_fast(x, twice)
                         x, slope = cap * t, f32(1) - t * t
                     if alibi:
                         mine = i32(row + (8 if second else 0))
@@ -368,7 +369,7 @@ def flash_backward(
         sc = sb + u32(b_size)
         se = sc + u32(stages * c_size)
         st = se + u32(stages * e_size)
-        block = find_block(pointers, sizes)
+        first, block = find_rows(pointers, sizes)
         head, batch, own_left, other_left = (
             block.head,
             block.batch,
@@ -376,7 +377,6 @@ def flash_backward(
             block.other_left,
         )
         head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
-        first = i32(row_block() * rows)  # without the cast this is int64: two registers
         first_tile, tiles, whole_low, whole_high = find_columns(block, first)
         row0 = i32(first + warp * 16 + (lane >> 2))  # of the two that this thread holds, 8 apart
         statistics = find_statistics(stats, block, row0, heads, stat_rows)

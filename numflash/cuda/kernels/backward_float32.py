@@ -14,7 +14,7 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .flash_float32 import WARPS, warp_sum
-from .pieces import NEG_INF
+from .pieces import NEG_INF, make_find_block
 from .scores import LOG2E, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -84,6 +84,7 @@ def backward_float32(
     d_parts, dv_parts, heads_of_other = d // 32, dv // 32, group if of_keys else 1
     load_a, dot_a, add_a, store_a = make_row(d)
     load_b, dot_b, add_b, store_b = make_row(dv)
+    find_block = make_find_block(WARPS)
 
     # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
     # their own would all take as arguments.
@@ -94,10 +95,10 @@ def backward_float32(
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale_log2, scale, cap = factors
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
-        own = i32(cuda.blockIdx.x) * WARPS + warp
-        head = i32(cuda.blockIdx.y)
-        batch = i32(cuda.blockIdx.z)
-        if own < (key_count if of_keys else queries):
+        own_rows = key_count if of_keys else queries
+        first, head, batch = find_block(own_rows)
+        own = first + warp
+        if own < own_rows:
             keys = min(ptx.load_global_s32(lengths + u64(batch * 4)), key_count)
             diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
             kv_head = batch * (heads // group) + (head if of_keys else head // group)

@@ -10,7 +10,7 @@ import math
 from ..compile import Source
 from ..compile.target import cuda, types
 from ..instructions import ptx
-from .pieces import NEG_INF
+from .pieces import NEG_INF, make_find_block
 from .scores import LOG2E
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -33,13 +33,14 @@ def backward_rows(dv: int, dtype: str = "float16") -> Source:
     chunks = dv // 8
     turns = -(-chunks // LANES)
     is_half = dtype == "float16"
+    find_block = make_find_block(ROWS)
 
     def rows(pointers, strides, sizes):
         grad, out, lse_at, stats = pointers
         queries, bytes_left, heads, padded = sizes
         thread = i32(cuda.threadIdx.x)
-        lane, row = thread & (LANES - 1), i32(cuda.blockIdx.x) * ROWS + (thread >> 3)
-        head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        first, head, batch = find_block(padded)
+        lane, row = thread & (LANES - 1), first + (thread >> 3)
         x, y = cuda.local.array(4, u32), cuda.local.array(4, u32)
         u, w = cuda.local.array(2, f32), cuda.local.array(2, f32)
         total = f32(0)

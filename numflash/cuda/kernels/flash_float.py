@@ -20,10 +20,10 @@ from ..instructions import ptx
 from .pieces import (
     NEG_INF,
     State,
+    make_find_block,
     make_load_rows,
     make_load_tile,
     make_rescale,
-    make_row_block,
     make_softmax,
     make_store_rows,
     make_tile_range,
@@ -51,12 +51,12 @@ OWN = 10  # pointers before those of the functions
 # pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks, then the functions'
 # strides in bytes: batch, head, row of q, k, v, o; then of the mask: batch, head, query, key
 # sizes: queries, d, dv (bytes per row that exist), query heads, left, right
-# factors: scale * log2(e), softcap * log2(e)
+# factors: scale * log2(e), softcap * log2(e), 2 / softcap
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN),
     types.UniTuple(i64, 16),
     types.UniTuple(i32, 6),
-    types.UniTuple(f32, 2),
+    types.UniTuple(f32, 3),
 )
 
 
@@ -129,7 +129,10 @@ def flash_float(
     change = make_apply(OWN, functions, "score", key_tiles)
     hide_by_mask = make_apply(OWN, functions, "mask", key_tiles)
 
-    tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
+    tile_range, find_block = (
+        make_tile_range(block_q, block_k, group, band),
+        make_find_block(block_q, band),
+    )
     load_q = make_load_rows(block_q, d_bytes, threads, group, not turing)
     load_k = make_load_tile(block_k, d_bytes, threads, not turing)
     load_v = make_load_tile(block_k, dv_bytes, threads, not turing)
@@ -206,7 +209,8 @@ def flash_float(
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
-        kv_head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        total = i32(queries * group)
+        first, kv_head, batch = find_block(total)
         sq = ptx.shared_address(shared)
         sk = sq + u32(q_size)
         sv = sk + u32(stages * k_size)
@@ -217,7 +221,6 @@ def flash_float(
 
         # rows of this block, the tiles of keys that any of them attends to, and the keys that all
         # of them attend to
-        total, first = i32(queries * group), i32(row_block() * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         place = Place(batch, diagonal, queries, keys)

@@ -12,7 +12,7 @@ from ...tiling import tiling
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import NEG_INF
+from .pieces import NEG_INF, make_find_block
 from .score_functions import BATCHES, known, make_root, pointers_of
 from .scores import LN2, LOG2E, add_bias, join_sink, tanh_accurate
 
@@ -51,7 +51,7 @@ def flash_float32(
     changes, masks = known(functions).changes, known(functions).masks
     new_score = make_root(OWN, functions, "score")
     lets_pass = make_root(OWN, functions, "mask")
-    d_parts, dv_parts = d // 32, dv // 32
+    d_parts, dv_parts, find_block = d // 32, dv // 32, make_find_block(WARPS)
 
     # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
     # their own would all take as arguments.
@@ -62,9 +62,8 @@ def flash_float32(
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale, cap = factors
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
-        row = i32(cuda.blockIdx.x) * WARPS + warp
-        head = i32(cuda.blockIdx.y)
-        batch = i32(cuda.blockIdx.z)
+        first, head, batch = find_block(queries)
+        row = first + warp
         if row < queries:
             at = u64((batch * heads + head) * queries + row)
             kv = u64((batch * (heads // group) + head // group) * key_count)

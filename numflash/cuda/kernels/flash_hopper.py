@@ -35,10 +35,10 @@ STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 # strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key
 # sizes: queries, bytes per row of o, query heads, left, right, then the schedule's
 # (`hopper_schedule`): tiles of rows, units, units together
-# factors: scale * log2(e), softcap * log2(e)
+# factors: scale * log2(e), softcap * log2(e), 2 / softcap
 DIAGONALS, LENGTHS = 3, 4
 SIGNATURE = types.void(
-    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 8), types.UniTuple(f32, 2)
+    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
 )
 
 

@@ -54,9 +54,9 @@ from .int8_values import FLOAT_KEYS, PADDING, Values, make_byte_values, make_flo
 from .int8_weights import PLANES, make_weigh
 from .pieces import (
     make_copy,
+    make_find_block,
     make_load_rows,
     make_load_tile,
-    make_row_block,
     make_tile_range,
     swizzle_of,
 )
@@ -133,7 +133,10 @@ def flash_int8(
     begin_rows = make_begin_rows(d, dv, value_tiles, chosen, turing, first_keys, pv)
     write_rows = make_write_rows(value_tiles)
     band = chosen.band
-    tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
+    tile_range, find_block = (
+        make_tile_range(block_q, block_k, group, band),
+        make_find_block(block_q, band),
+    )
     add_bytes = make_byte_values(value_tiles, planes, turing)
     add_floats = make_float_values(dv, value_tiles, threads, bool(paired))
 
@@ -153,14 +156,14 @@ def flash_int8(
         # which 16 rows; which keys of a block, and channels
         rows_of = i32(warp >> paired)
         half = i32(warp & paired)
-        kv_head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        rows = i32(queries * group)
+        first, kv_head, batch = find_block(rows)
         kv = i32(batch * i32(heads // group) + kv_head)
         sq = ptx.shared_address(shared)
         sk, sv, sc = sq + u32(q_size), sq + u32(v_at), sq + u32(scales_at)
         all_q = q
         q = q + u64(batch * heads + kv_head * group) * u64(queries * d_left)
 
-        rows, first = i32(queries * group), i32(row_block() * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)

@@ -46,7 +46,7 @@ from .int8_softmax import (
     make_sum_weights,
 )
 from .int8_weights import make_weigh
-from .pieces import make_row_block, make_tile_range
+from .pieces import make_find_block, make_tile_range
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BLOCK_Q = tiling("sm_90a", "int8").block_q
@@ -119,7 +119,10 @@ def flash_int8_hopper(
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     band = chosen.band
-    tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
+    tile_range, find_block = (
+        make_tile_range(BLOCK_Q, block_k, packed, band),
+        make_find_block(BLOCK_Q, band),
+    )
     describe_rows = make_describe_rows(packed, chosen, first_keys)
     begin_rows = make_begin_rows(d, dv, value_tiles, chosen, False, first_keys)
     write_rows = make_write_rows(value_tiles)
@@ -198,7 +201,7 @@ def flash_int8_hopper(
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warpgroup = i32(thread & 31), ptx.uniform(i32(thread >> 7))
-        pack, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        first, pack, batch = find_block(i32(queries * packed))
         kv_head = i32(pack * packed // group)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
         # full and empty: 8 bytes per stage
@@ -206,7 +209,6 @@ def flash_int8_hopper(
         full = base + u32(16)
         empty = base + u32(64)
         sq, ring, sc = base + u32(1024), base + u32(ring_at), base + u32(scales_at)
-        first = i32(row_block() * BLOCK_Q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, i32(queries * packed), keys, diagonal, left, right)

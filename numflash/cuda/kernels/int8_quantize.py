@@ -25,6 +25,7 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_pieces import EXPONENT, warp_max_i32
+from .pieces import make_find_block
 
 i32, i64, u32, u64, f32, f64 = (
     types.int32, types.int64, types.uint32, types.uint64, types.float32, types.float64,
@@ -43,9 +44,9 @@ SCALE_LIMIT = f32(LIMIT)
 
 # pointers: k, v, lengths, sums (B, Hkv, chunks, D) float32, peaks (B, Hkv, chunks, Dv) int32
 # strides in bytes: batch, head, row, channel of k, then of v
-# sizes: KV heads, D, Dv
+# sizes: KV heads, keys, D, Dv
 STATISTICS = types.void(
-    types.UniTuple(u64, 5), types.UniTuple(i64, 8), types.UniTuple(i32, 3)
+    types.UniTuple(u64, 5), types.UniTuple(i64, 8), types.UniTuple(i32, 4)
 )  # fmt: skip
 # pointers: q, k, v, lengths, sums, peaks; then what is written: q bytes, their scales, cq, shifts,
 # k bytes, key scales, v bytes, value scales, mean of k, and of the first keys: planes, scales,
@@ -181,20 +182,22 @@ def int8_statistics(d: int, dv: int, source: str) -> Source:
     where K is smoothed, of K, batches.
     """
     sum_and_peak = make_sum_and_peak((max(d, dv) + 31) // 32, source)
+    find_block = make_find_block(CHUNK)
 
     def statistics(pointers, strides, sizes):
         k, v, lengths, sums, peaks = pointers
-        kv_heads, channels, columns = sizes
+        kv_heads, keys, channels, columns = sizes
         shared = cuda.shared.array(0, u32)
         tops = ptx.shared_address(shared)
         thread = i32(cuda.threadIdx.x)
-        chunk, head, batch = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
-        first = i32(chunk * CHUNK)
+        rows = i32(max(1, keys))  # there is a chunk even without keys
+        first, head, batch = find_block(rows)
+        chunk, chunks = i32(first // CHUNK), i64((rows + CHUNK - 1) // CHUNK)
         stop = i32(min(first + CHUNK, ptx.load_global_s32(lengths + u64(batch * 4))))
         if head < kv_heads:
             at = v + u64(i64(batch) * strides[4] + i64(head) * strides[5])
             _, peak = sum_and_peak(at, strides[6], strides[7], columns, first, stop, tops, thread)
-            number = i64(i32(batch * kv_heads + head)) * i64(cuda.gridDim.x) + i64(chunk)
+            number = i64(i32(batch * kv_heads + head)) * chunks + i64(chunk)
             if thread < columns:
                 to = peaks + u64((number * i64(columns) + i64(thread)) * 4)
                 ptx.store_global(to, u32(peak))
@@ -202,7 +205,7 @@ def int8_statistics(d: int, dv: int, source: str) -> Source:
             head = i32(head - kv_heads)
             at = k + u64(i64(batch) * strides[0] + i64(head) * strides[1])
             total, _ = sum_and_peak(at, strides[2], strides[3], channels, first, stop, tops, thread)
-            number = i64(i32(batch * kv_heads + head)) * i64(cuda.gridDim.x) + i64(chunk)
+            number = i64(i32(batch * kv_heads + head)) * chunks + i64(chunk)
             if thread < channels:
                 to = sums + u64((number * i64(channels) + i64(thread)) * 4)
                 ptx.store_global_f32(to, total)
@@ -260,7 +263,7 @@ def int8_quantize(
     turns = (max(d, dv, width) + 31) // 32
     read_row = make_read_row(turns, source)
     scale_query, scale_key = make_scale_row(turns, False), make_scale_row(turns, smooth)
-    find_means = make_find_means(smooth)
+    find_means, find_block = make_find_means(smooth), make_find_block(ROWS)
     fine_unit = f32(1 / fx.FINER)
 
     @device_function
@@ -294,7 +297,7 @@ def int8_quantize(
         table = ptx.shared_address(shared)
         thread = i32(cuda.threadIdx.x)
         lane, warp = i32(thread & 31), i32(thread >> 5)
-        first, head, batch = i32(cuda.blockIdx.x * ROWS), i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        first, head, batch = find_block(i32(max(1, max(queries, keys))))
         x, y = cuda.local.array(turns, f32), cuda.local.array(turns, f32)
         r = warp
         if head < heads:

@@ -12,6 +12,7 @@ from ...numerics import fixedpoint as fx
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .pieces import make_find_block
 from .scores import LN2, LOG2E
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -60,14 +61,14 @@ def int8_results(
     wide, size = dtype == "float32", 4 if dtype == "float32" else 2
     unit = f32(1 / fx.WEIGHT_ONE[pv])
     narrow = bfloat16_of if dtype == "bfloat16" else half_of
-    turns, v_turns = (d + 31) // 32, (dv + 31) // 32
+    turns, v_turns, find_block = (d + 31) // 32, (dv + 31) // 32, make_find_block(WARPS)
 
     def results(pointers, strides, sizes, factors):
         found, m, l, q, q_scale, means, sinks_at, out, lse_out = pointers
         heads, kv_heads, queries, channels, columns, row_bytes, v_columns = sizes
         thread = i32(cuda.threadIdx.x)
-        lane, i = i32(thread & 31), i32(cuda.blockIdx.x * WARPS + (thread >> 5))
-        head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        first, head, batch = find_block(queries)
+        lane, i = i32(thread & 31), i32(first + (thread >> 5))
         if i < queries:
             number = u64(i32(batch * heads + head)) * u64(queries) + u64(i)
             at = number * u64(4)

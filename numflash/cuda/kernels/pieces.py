@@ -260,22 +260,28 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
 
 
 @functools.cache
-def make_row_block(band: bool) -> Any:
-    """row_block(): the number of this block's query rows along the grid.
+def make_find_block(rows: int, last_first: bool = False) -> Any:
+    """find_block(total): this block's first row of `total`, its head and its batch entry.
 
-    With a band the last rows, which attend to most keys when causal, start first: the short ones
-    fill the end of the launch.
+    A block has `rows` rows. The grid is tiles of rows, heads, batch entries; where these are more
+    than its last axis takes, tiles of rows of one batch entry after the other, heads
+    (`Launch.blocks`).
+
+    With `last_first`, for a band, the last rows, which attend to most keys when causal, start
+    first: the short ones fill the end of the launch.
     """
 
     @device_function
-    def in_order():
-        return i32(cuda.blockIdx.x)
+    def find_block(total):
+        tiles = u32(u32(total + rows - 1) // u32(rows))
+        block = u32(cuda.blockIdx.x)
+        folded = ptx.udiv(block, tiles)
+        tile = u32(block - folded * tiles)
+        if last_first:
+            tile = u32(tiles - u32(1) - tile)
+        return i32(tile * u32(rows)), i32(cuda.blockIdx.y), i32(i32(cuda.blockIdx.z) + i32(folded))
 
-    @device_function
-    def last_first():
-        return i32(i32(cuda.gridDim.x) - 1 - i32(cuda.blockIdx.x))
-
-    return last_first if band else in_order
+    return find_block
 
 
 @device_function

@@ -106,6 +106,16 @@ def tanh_accurate(x):
 
 
 @device_function
+def tanh_fast(x, twice):
+    """tanh(x / cap) of a score in units of log2, `twice` = 2 / cap: 1 - 2 / (1 + 2**(2 x / cap)).
+
+    Without a division: one that is rounded correctly is a call for every score, as is such a
+    reciprocal. The approximate one is off by an ulp, as 2**x is.
+    """
+    return f32(1) - f32(2) * ptx.rcp_approx(f32(1) + ptx.ex2(x * twice))
+
+
+@device_function
 def add_bias(x, bias):
     """A score in units of log2 plus a bias in natural ones: -inf masks it, NaN stays.
 
@@ -123,8 +133,8 @@ def make_adjust(
 
     Options on a fragment of float scores.
 
-    `first` is the key of the thread's first score, `factors` = (scale * log2 e, softcap). With
-    `transform` scores are turned into units of log2, on which softcap and ALiBi act; the kind of
+    `first` is the key of the thread's first score, `factors` = (scale * log2 e, softcap * log2 e,
+    2 / softcap). With `transform` scores are turned into units of log2, on which softcap and ALiBi act; the kind of
     mask is "", "bool" (uint8) or "float" (float32, added). With more than a boolean mask `part`
     tiles of 8 keys are unrolled.
     """
@@ -138,7 +148,7 @@ def make_adjust(
     def adjust(s, first, rows, place, factors, mask):
         query, head, slope = rows
         batch, diagonal, queries, keys = place
-        scale, cap = factors
+        scale, cap, twice = factors
         mask_at, strides = mask
         done, q = cuda.local.array(n_part, f32), cuda.local.array(2, i32)
         row_at = cuda.local.array(2, u64)
@@ -163,7 +173,7 @@ def make_adjust(
                     if transform:
                         x = x * scale
                     if softcap:
-                        x = cap * tanh_accurate(ptx.div(x, cap))
+                        x = cap * tanh_fast(x, twice)
                     if alibi:
                         x -= slope[e >> 1] * ptx.to_float(i32(abs(q[e >> 1] + diagonal - j)))
                     if has_mask and q[e >> 1] < queries and j < keys:

@@ -1,0 +1,88 @@
+"""More batch entries than a grid's last axis takes: they go along its first one.
+
+The emulator has no such limit, so a smaller one is set; every kernel of a grid with batch entries
+is run, with two tiles of rows and two heads.
+"""
+
+import numpy as np
+import oracles
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+import backward_checks
+import float_checks
+import int8_checks
+import test_quantized
+
+import numflash
+from numflash.cuda import launch_float, launch_int8
+from numflash.cuda.device import operands
+from numflash.errors import UnsupportedError
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def two_entries(monkeypatch):
+    """A grid takes two batch entries."""
+    monkeypatch.setattr(operands, "MOST_BLOCKS", (1 << 20, 65535, 2))
+
+
+def qkv(**shape):
+    return oracles.qkv(**({"b": 3, "h": 2, "l": 70, "s": 70, "d": 32} | shape))
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, pytest.param({}, marks=slow)])
+def test_halves(options):
+    q, k, v = (x.astype(np.float16) for x in qkv())
+    launch = launch_float.float_forward(float_checks.problem_of(q, k, v, **options), "sm_80")
+    assert launch.grid == (2, 2, 3) and launch.blocks(4) == (6, 2, 1)
+    float_checks.compare(*operands.emulated(launch)[:2], q, k, v, **options)
+
+
+def test_float32():
+    q, k, v = (x.astype(np.float32) for x in qkv(l=10, s=20))
+    launch = launch_float.float32_forward(float_checks.problem_of(q, k, v), "sm_80")
+    assert launch.blocks(4)[2] == 1
+    float_checks.compare(*operands.emulated(launch)[:2], q, k, v)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=slow)])
+def test_int8(arch):
+    q, k, v = qkv(l=150)
+    problem = int8_checks.problem_of(q, k, v, is_causal=True)
+    assert launch_int8.int8_forward(problem, arch).blocks(4)[2] == 1
+    int8_checks.same_bits(q, k, v, arch=arch, is_causal=True)
+
+
+def test_int8_of_floats():
+    """Statistics, quantise, results."""
+    problem = test_quantized.problem_of(*qkv(l=30, s=140))
+    test_quantized.same_bits(problem, "sm_80")
+
+
+def test_gradients():
+    backward_checks.check({"b": 3, "h": 2, "l": 70, "s": 70, "d": 32}, is_causal=True)
+
+
+@slow
+def test_float32_gradients():
+    q, k, v, do = (
+        x.astype(np.float32) for x in (*qkv(l=10, s=20), oracles.draw((3, 2, 10, 32), 3))
+    )
+    out, lse, *expected = backward_checks.gradients(q, k, v, do)
+    given = do, q, k, v, out.astype(np.float32), lse.astype(np.float32)
+    for mine, right in zip(
+        numflash.attention_backward(*given, impl="cuda-emulator"), expected, strict=True
+    ):
+        assert np.abs(mine - right).max() <= 2e-5 * np.abs(right).max()
+
+
+def test_what_no_grid_holds(monkeypatch):
+    q, k, v = (x.astype(np.float16) for x in qkv())
+    launch = launch_float.float_forward(float_checks.problem_of(q, k, v), "sm_80")
+    for limits in ((5, 65535, 2), (6, 1, 2)):
+        monkeypatch.setattr(operands, "MOST_BLOCKS", limits)
+        with pytest.raises(UnsupportedError, match=r"2 heads and 3 batch entries; allowed"):
+            launch.blocks(4)
