@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
-import numflash.torch as nt  # noqa: E402
-from numflash.errors import ArgumentError, NumflashError  # noqa: E402
+import numflash.torch as nt
+from numflash.errors import ArgumentError, NumflashError
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 Q = torch.randn(2, 4, 9, 16)
