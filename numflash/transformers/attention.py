@@ -20,6 +20,7 @@ from ..torch.flex import blockwise
 from ..torch.rotated import rotated
 from ..torch.sdpa import attention
 from .by_name import register_caches
+from .eager_models import as_padding, eager_only, float_padding, prepare
 from .function_mask import FEWEST_ROWS_INT8, FunctionMask, function_mask
 from .standin import StandIn
 
@@ -32,8 +33,6 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 # What some models pass beside a mask, and put into the mask itself only for 'sdpa' and 'eager': keys of each
 # query, and a sink of each query.
 CHOSEN_KEYS = ("indices", "block_indices", "sinks")
-# Models whose decoder says is_causal=False: None would be no mask to it.
-NOT_CAUSAL = ("bigbird_pegasus",)
 # Models that change a float mask between transformers and the attention function.
 OWN_MASKS = ("deepseek_v4", "doge")
 
@@ -101,6 +100,8 @@ def _check_models() -> None:
                 f"attn_implementation: got {requested_attention!r} for {type(self).__name__}, which has an attention of its "
                 "own; allowed: models that take transformers' attention functions"
             )
+        if requested_attention in IMPLEMENTATIONS:
+            prepare(self, requested_attention)
         return original(self, requested_attention, *rest, **options)
 
     transformers.PreTrainedModel.get_correct_attn_implementation = checked
@@ -149,6 +150,11 @@ def attend(
         _refuse(dropout, output_attentions, cache)
     _refuse_models(module, others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if eager_only(getattr(module, "config", None)):
+        if attention_mask is None:
+            causal = False
+        elif not isinstance(attention_mask, FunctionMask):
+            attention_mask = as_padding(attention_mask)
     operands = (query, key, value)
     options: dict[str, Any] = {
         "scale": scaling,
@@ -257,23 +263,28 @@ def mask(
     looked at.
     """
     bidirectional = mask_function is masking_utils.bidirectional_mask_function
-    if bidirectional and attention_mask is None:
-        return torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch_size, 1, q_length, kv_length)
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    where = {"kv_offset": kv_offset, "attention_mask": attention_mask}
+    if eager_only(options.get("config")):
+        skip = masking_utils._ignore_bidirectional_mask_sdpa(attention_mask, kv_length)
+        if bidirectional and attention_mask is not None and not skip:
+            return float_padding(_padding(**sizes, **where), options["dtype"])
+        return masking_utils.eager_mask(**sizes, **where, mask_function=mask_function, **options)
     if not bidirectional:
-        options |= {"kv_offset": kv_offset, "attention_mask": attention_mask}
-        kind = getattr(options.get("config"), "model_type", None)
-        if kind in NOT_CAUSAL:
-            options["allow_is_causal_skip"] = False
+        options |= where
         found = function_mask(batch_size, q_length, kv_length, mask_function, options)
         if found is not None:
             return found
-        return masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            **options,
-        )
+        return masking_utils.sdpa_mask(**sizes, mask_function=mask_function, **options)
+    if attention_mask is None:
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch_size, 1, q_length, kv_length)
+    return _padding(**sizes, **where)
+
+
+def _padding(
+    batch_size: int, q_length: int, kv_length: int, kv_offset: int, attention_mask: Tensor
+) -> Tensor:
+    """Padding as a mask of one row for all queries, a view."""
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[
         :, kv_offset : kv_offset + kv_length
     ]
