@@ -11,10 +11,10 @@ transformers = pytest.importorskip(
     "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
 )
 
-import numflash.transformers as nt  # noqa: E402
-from numflash.cpu import launch  # noqa: E402
-from numflash.dispatch import plans  # noqa: E402
-from numflash.transformers import eager_models  # noqa: E402
+import numflash.transformers as nt
+from numflash.cpu import launch
+from numflash.dispatch import plans
+from numflash.transformers import eager_models
 
 nt.register()
 IDS = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
