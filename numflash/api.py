@@ -50,7 +50,8 @@ def attention(
     key : (B, Hkv, S, D) array
     value : (B, Hkv, S, Dv) array; D and Dv from 1 to 576
     attn_mask : broadcastable to (B, H, L, S)
-        bool (True = may attend), or float, added to the scaled scores.
+        bool (True = may attend), or float, added to the scaled scores as float32: float64 beyond
+        3.4e38 counts as infinite.
     dropout_p : float
         0.0 only.
     is_causal : bool

@@ -28,11 +28,11 @@ class Holdings:
         self._memory: Memory | None = memory
 
     def __repr__(self) -> str:
-        """Storage, sizes and tokens; of a cache whose change was interrupted, that."""
+        """Storage, sizes and tokens; of a closed cache, that."""
         sizes = f"kv_heads={self.kv_heads}, head_dim={self.head_dim}"
         kept = "" if self.window is None else f", window={self.window}, sinks={self.sinks}"
         memory = self._memory
-        held = "interrupted" if memory is None else f"tokens={memory.store.lengths.tolist()}"
+        held = "closed" if memory is None else f"tokens={memory.store.lengths.tolist()}"
         return f"{type(self).__name__}({self.dtype!r}, {sizes}{kept}, {held})"
 
     @property

@@ -171,7 +171,8 @@ class BlockMask:
     def sparsity(self) -> float:
         """The part of all pairs that is in empty blocks, in percent.
 
-        Blocks at the edges count as whole ones.
+        Blocks at the edges count as whole ones, as PyTorch has it: where they reach far beyond the
+        sequences it is less than 0.
         """
         rows, keys = self.BLOCK_SIZE
         seen = int(np.count_nonzero(self.states)) * rows * keys

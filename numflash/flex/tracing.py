@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentTypeError, NumflashError
+from ..errors import ArgumentError, ArgumentTypeError, NumflashError
 from .formulas import FORMULAS
 from .graph import Graph, Node, Untraceable
 from .identity import same
@@ -259,8 +259,9 @@ def record(
 
     Raises
     ------
-    ArgumentTypeError
-        Naming the line that cannot be recorded, and what to write instead.
+    ArgumentError, ArgumentTypeError
+        Naming the line that cannot be recorded, and what to write instead; an exception of the
+        function's own is its cause.
     """
     if not callable(function):
         raise ArgumentTypeError(f"{name}: got {type(function).__name__}; allowed: a function")
@@ -291,6 +292,13 @@ def record(
         raise ArgumentTypeError(
             f"{name}: {_where(error)}{error}; allowed: {len(given)} arguments, arrays made outside of the function, "
             "operations of single numbers"
+        ) from error
+    except (NumflashError, MemoryError):
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"{name}: {_where(error)}{type(error).__name__}: {error}; allowed: a function that runs through "
+            "when it is called once to record it"
         ) from error
 
 

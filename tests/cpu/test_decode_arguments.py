@@ -260,6 +260,8 @@ def test_a_cache_says_what_it_holds():
     cache.append(*tokens(2))
     shown = f"KVCache('float16', kv_heads={G}, head_dim={D}, window=4, sinks=1, tokens=[2, 2])"
     assert repr(cache) == shown
+    cache.close()
+    assert repr(cache) == shown.replace("tokens=[2, 2]", "closed")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 import numflash
 from flex import gallery as g
-from numflash.errors import ArgumentTypeError
+from numflash.errors import ArgumentError, ArgumentTypeError
 from numflash.flex.graph import expression
 from numflash.flex.prepared import Prepared, prepare
 
@@ -111,6 +111,23 @@ def test_what_cannot_be_recorded_names_its_line_and_what_to_write(function, mess
 def test_the_error_shows_the_line():
     with pytest.raises(ArgumentTypeError, match=r"test_tracing.py:\d+: `if q > k:`: "):
         prepare(branch, None)
+
+
+def test_an_error_of_the_functions_own_is_the_cause():
+    with pytest.raises(
+        ArgumentError, match=r"score_mod: .*test_tracing.py:\d+: .*ZeroDivision"
+    ) as error:
+        numflash.flex_attention(
+            *[np.ones((1, 1, 4, 8), np.float32)] * 3, lambda s, b, h, q, k: 1 / 0
+        )
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    for kind in (KeyboardInterrupt, MemoryError):  # not of the function's making
+
+        def stopped(b, h, q, k, kind=kind):
+            raise kind
+
+        with pytest.raises(kind):
+            numflash.create_block_mask(stopped, None, None, 8, 8)
 
 
 def test_a_float_mask_is_refused():
