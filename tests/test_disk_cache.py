@@ -6,6 +6,7 @@ What others may write is not read, what cannot be saved is not missed, and clear
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import processes
@@ -66,8 +67,6 @@ def filled(tmp_path_factory):
 
 
 def copy_of(filled, tmp_path):
-    import shutil
-
     return shutil.copytree(filled[0], tmp_path / "cache")
 
 
@@ -131,6 +130,25 @@ def test_a_full_disk_does_not_stop_a_call(tmp_path):
     assert done.stdout.startswith("[["), done.stderr[-3000:]
     assert done.stderr.count("not saved") == 1 and str(tmp_path / "cache") in done.stderr
     assert not list((tmp_path / "cache").rglob("*.tmp.*"))
+
+
+@posix
+def test_no_folder_at_all_is_said_once(tmp_path, monkeypatch):
+    """A read-only installation and home: here files are where the folders would be, root can write
+    anywhere.
+    """
+    package = tmp_path / "site" / "numflash"
+    shutil.copytree(ROOT / "numflash", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
+        (folder / "__pycache__").touch()
+    (tmp_path / "home").touch()
+    monkeypatch.chdir(tmp_path)  # from which a new process would import first
+    below = str(tmp_path / "home" / "cache")
+    paths = {"PYTHONPATH": str(package.parent), "HOME": below, "XDG_CACHE_HOME": below}
+    done = python(f"{QUANTIZE}; {QUANTIZE}", below, **paths)
+    assert done.returncode == 0 and done.stdout.startswith("[["), done.stderr[-3000:]
+    assert done.stderr.count("not saved in any folder (neither NUMBA_CACHE_DIR") == 1, done.stderr
+    assert "compiling" in done.stderr and "cached on disk" not in done.stderr
 
 
 INTERRUPTED = """

@@ -117,6 +117,8 @@ class Capture:
     def swap(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return self.array(value)
+        if _is_jax(value):  # it never changes, and its memory is the CPU's
+            return self.array(np.asarray(value))
         if isinstance(value, types.FunctionType):
             return self.function(value)
         if isinstance(value, functools.partial):
@@ -189,6 +191,14 @@ class Capture:
             if name in names:
                 names[name] = self.look(functools.partial(f.__globals__.__getitem__, name))
         return new
+
+
+def _is_jax(value: Any) -> bool:
+    """Whether a value is an array of JAX, not one of the tracers that `jax.jit` passes."""
+    jax = sys.modules.get("jax")
+    return (
+        jax is not None and isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    )
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -285,13 +295,13 @@ def record(
         return scalar(graph, found).node
     except Untraceable as error:
         where = _where(error) or _definition(function)
-        raise ArgumentTypeError(f"{name}: {where}{error}") from None
+        raise ArgumentTypeError(f"{name}: {where}{error}{_of_jax(error)}") from None
     except (TypeError, IndexError) as error:
         if isinstance(error, NumflashError):
             raise
         raise ArgumentTypeError(
             f"{name}: {_where(error)}{error}; allowed: {len(given)} arguments, arrays made outside of the function, "
-            "operations of single numbers"
+            f"operations of single numbers{_of_jax(error)}"
         ) from error
     except (NumflashError, MemoryError):
         raise
@@ -308,12 +318,22 @@ def _definition(function: Callable) -> str:
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}: "
 
 
+def _of_jax(error: Exception) -> str:
+    """A hint where the traced function names something of JAX, which removes its own frames from errors."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for name in frame.f_code.co_names:
+            module = getattr(frame.f_globals.get(name), "__name__", None)
+            if isinstance(module, str) and module.split(".")[0] == "jax":
+                return ". Functions of JAX cannot be recorded; allowed: those of NumPy, as np.where for jnp.where"
+    return ""
+
+
 def _where(error: Exception) -> str:
     """The last line outside numflash and the libraries that an error came through."""
     ours = __name__.rsplit(".", 1)[0].split(".")[0]
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_globals.get("__name__", "").split(".")[0]
-        if module in (ours, "torch", "numpy") and frame.f_code.co_filename != "<stdin>":
+        if module in (ours, "torch", "numpy", "jax") and frame.f_code.co_filename != "<stdin>":
             continue
         file = frame.f_code.co_filename
         line = linecache.getline(file, number).strip()

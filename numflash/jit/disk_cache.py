@@ -30,7 +30,7 @@ from numba.core import caching, codegen
 from numba.core.runtime import _nrt_python
 
 from . import guard, target
-from .trust import read, trusted_folder
+from .trust import read, refused, trusted_folder
 from .whole import new_file
 
 logger = logging.getLogger("numflash")
@@ -107,7 +107,7 @@ ANNOUNCED_EVERY = 15.0  # seconds
 _announced: list[float] = []  # when
 
 
-def _announce(name: str) -> None:
+def _announce(name: str, kept: str = ": they are cached on disk") -> None:
     """Say what takes so long: at once, and again while kernels are still being compiled."""
     now = time.monotonic()
     if _announced and now < _announced[-1] + ANNOUNCED_EVERY:
@@ -116,7 +116,8 @@ def _announce(name: str) -> None:
         logger.warning("compiling one more numflash kernel: %s", name)
     else:
         logger.warning(
-            "compiling numflash kernels, for their first call: they are cached on disk (numflash warmup does it ahead)"
+            "compiling numflash kernels, for their first call%s",
+            f"{kept} (numflash warmup does it ahead)" if kept else "",
         )
     _announced.append(now)
 
@@ -124,7 +125,7 @@ def _announce(name: str) -> None:
 _said: set[str] = set()  # what is said once
 
 
-def _not_saved(folder: str, error: Exception) -> None:
+def _not_saved(folder: str, error: Exception | str) -> None:
     if "not saved" not in _said:
         _said.add("not saved")
         logger.warning(
@@ -367,11 +368,30 @@ def folder_of(file: Path) -> Path | None:
         return None
 
 
+class _NoFolder(caching.NullCache):
+    """Where no folder can be used: says so when a kernel is compiled."""
+
+    def __init__(self, py_func: Callable) -> None:
+        self._name = shown_name(py_func)
+
+    def load_overload(self, sig: Any, target_context: Any) -> None:
+        if not refused():  # else that has been said, with the folder and the reason
+            _not_saved(
+                "any folder",
+                "neither NUMBA_CACHE_DIR, nor __pycache__ beside the package, nor the user's cache folder can be written to",
+            )
+        _announce(self._name, "")
+
+
 def cached(dispatcher: Any, options: dict[str, Any]) -> Any:
     """Give a dispatcher the package's disk cache."""
-    # a function typed at the prompt has no file, and Numba nowhere to cache it
-    with contextlib.suppress(RuntimeError):
-        dispatcher._cache = _PackageCache(dispatcher.py_func, shown(options))
+    function = dispatcher.py_func
+    try:
+        dispatcher._cache = _PackageCache(function, shown(options))
+    except RuntimeError:
+        # a function typed at the prompt has no file, and nobody expects it to be cached
+        if os.path.isfile(function.__code__.co_filename):
+            dispatcher._cache = _NoFolder(function)
     return dispatcher
 
 

@@ -80,6 +80,11 @@ def _refuse(folder: str, reason: str) -> None:
         )
 
 
+def refused() -> bool:
+    """Whether a folder was not used because others may write to it, which has been logged."""
+    return bool(_refused)
+
+
 def read(path: str | Path) -> bytes:
     """The content of a file, whose owner is looked at after it has been opened.
 

@@ -272,3 +272,21 @@ def test_what_a_function_returns_is_named_with_its_place():
         prepare(lambda s, b, h, q, k: np.sinh(s), None)
     with pytest.raises(ArgumentTypeError, match="mask_mod: got None; allowed: a function"):
         numflash.create_block_mask(None, None, None, 8, 8)
+
+
+def test_arrays_of_jax_are_read_and_its_functions_refused():
+    jnp = pytest.importorskip("jax.numpy")
+    x = np.random.default_rng(0).standard_normal((1, 2, 16, 8), np.float32)
+    table = np.random.default_rng(1).standard_normal((2, 64), np.float32)
+    given = jnp.asarray(table)
+    found, wanted = (
+        numflash.flex_attention(x, x, x, lambda s, b, h, i, j, t=t: s + t[h, i - j + 32])
+        for t in (given, table)
+    )
+    assert np.array_equal(found, wanted)
+    for wrong in (
+        lambda s, b, h, i, j: jnp.where(i >= j, s, -jnp.inf),
+        lambda s, b, h, i, j: jnp.tanh(s),
+    ):
+        with pytest.raises(ArgumentTypeError, match=r"Functions of JAX .* np\.where"):
+            numflash.flex_attention(x, x, x, wrong)
