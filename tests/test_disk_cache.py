@@ -133,7 +133,7 @@ def test_a_full_disk_does_not_stop_a_call(tmp_path):
 
 
 @posix
-def test_no_folder_at_all_is_said_once(tmp_path, monkeypatch):
+def test_no_folder_at_all_is_said_once(tmp_path):
     """A read-only installation and home: here files are where the folders would be, root can write
     anywhere.
     """
@@ -142,11 +142,11 @@ def test_no_folder_at_all_is_said_once(tmp_path, monkeypatch):
     for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
         (folder / "__pycache__").touch()
     (tmp_path / "home").touch()
-    monkeypatch.chdir(tmp_path)  # from which a new process would import first
     below = str(tmp_path / "home" / "cache")
-    paths = {"PYTHONPATH": str(package.parent), "HOME": below, "XDG_CACHE_HOME": below}
-    done = python(f"{QUANTIZE}; {QUANTIZE}", below, **paths)
-    assert done.returncode == 0 and done.stdout.startswith("[["), done.stderr[-3000:]
+    done = processes.run(
+        f"{QUANTIZE}; {QUANTIZE}", below, folder=package.parent, HOME=below, XDG_CACHE_HOME=below
+    )
+    assert done.stdout.startswith("[["), done.stderr[-3000:]
     assert done.stderr.count("not saved in any folder (neither NUMBA_CACHE_DIR") == 1, done.stderr
     assert "compiling" in done.stderr and "cached on disk" not in done.stderr
 
