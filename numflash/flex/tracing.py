@@ -196,7 +196,9 @@ class Capture:
 def _is_jax(value: Any) -> bool:
     """Whether a value is an array of JAX, not one of the tracers that `jax.jit` passes."""
     jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return (
+        jax is not None and isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    )
 
 
 def _names(code: types.CodeType) -> set[str]:
