@@ -32,9 +32,13 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 }
 # What some models pass beside a mask, and put into the mask itself only for 'sdpa' and 'eager': keys of each
 # query, and a sink of each query.
-CHOSEN_KEYS = ("indices", "block_indices", "sinks")
-# Models that change a float mask between transformers and the attention function.
-OWN_MASKS = ("deepseek_v4", "doge")
+CHOSEN_KEYS = {
+    "indices": "'sdpa' or 'eager'",
+    "block_indices": "'sdpa' or 'eager'",
+    "sinks": "'eager'",
+}  # and what computes them
+# Models that change a float mask between transformers and the attention function, and what computes them.
+OWN_MASKS = {"deepseek_v4": "'eager'", "doge": "'sdpa' or 'eager'"}
 
 
 def register() -> None:
@@ -43,8 +47,10 @@ def register() -> None:
     "numflash", "numflash_int8", and "numflash_int8_pv_int16" with weights of 15 bits. May be called
     again.
 
-    And "numflash", "numflash_bfloat16", "numflash_int8" and "numflash_int4" to those that
-    `cache_implementation` takes, each a `ResidentCache`.
+    And "numflash", "numflash_bfloat16", "numflash_float16", "numflash_int8" and "numflash_int4" to
+    those that `cache_implementation` takes, each a `ResidentCache`.
+
+    Every process needs it: one that loads a model from a pickle as well, or a worker.
     """
     for name, options in IMPLEMENTATIONS.items():
         transformers.AttentionInterface.register(name, functools.partial(attend, **options))
@@ -149,6 +155,9 @@ def attend(
     if dropout or output_attentions or cache is not None:
         _refuse(dropout, output_attentions, cache)
     _refuse_models(module, others)
+    _refuse_packed(others.get("cu_seq_lens_q"), attention_mask)
+    _refuse_trained("sinks", s_aux, "'eager', which trains them")
+    _refuse_trained("position_bias", position_bias, "'sdpa' and 'eager', which train it")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if eager_only(getattr(module, "config", None)):
         if attention_mask is None:
@@ -165,9 +174,8 @@ def attend(
     if causal and precision == "int8" and not isinstance(key, StandIn):
         operands = rotated(*operands)
     if isinstance(attention_mask, FunctionMask):
-        trained = s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled()
         slower = precision == "int8" and (softcap or query.shape[2] < FEWEST_ROWS_INT8)
-        if isinstance(key, StandIn) or position_bias is not None or trained or slower:
+        if isinstance(key, StandIn) or position_bias is not None or slower:
             attention_mask = attention_mask.dense()
         else:
             out = blockwise(*operands, attention_mask.blocks, precision, options).to(query.dtype)
@@ -177,12 +185,9 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
-        if position_bias.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(
-                "position_bias: got one that requires grad; allowed: torch.no_grad(), or 'eager' and 'sdpa', which train "
-                "learned position biases"
-            )
         attention_mask = _biased(position_bias, attention_mask)
+    if causal and getattr(module, "is_kv_shared_layer", False):
+        options["alignment"] = "lower_right"  # it may be asked for the last rows alone (Gemma 4)
     out = attention(
         *operands, attention_mask, causal, enable_gqa=True, precision=precision, **options
     )
@@ -191,7 +196,11 @@ def attend(
 
 def _refuse(dropout: float, output_attentions: bool, cache: Any) -> None:
     for name, given, words in (
-        ("dropout", dropout, "0 (model.eval(), or no attention dropout in its configuration)"),
+        (
+            "dropout",
+            dropout,
+            "0 (model.eval(), or no attention dropout in its configuration); 'sdpa' or 'eager' train with it",
+        ),
         ("output_attentions", output_attentions, "False, the weights are never stored; or 'eager'"),
         ("cache", cache is not None, "the caches of generate(); continuous batching needs 'sdpa'"),
     ):
@@ -203,17 +212,39 @@ def _refuse(dropout: float, output_attentions: bool, cache: Any) -> None:
 
 def _refuse_models(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """Raise where a model would get a wrong result."""
-    for name in CHOSEN_KEYS:
+    for name, instead in CHOSEN_KEYS.items():
         if others.get(name) is not None:
             raise ArgumentError(
                 f"{name}: got one; allowed with attn_implementation 'numflash': None. This model chooses keys, or has a "
-                "sink, for each query by itself: take 'sdpa' or 'eager'"
+                f"sink, for each query by itself: take {instead}"
             )
     kind = getattr(getattr(module, "config", None), "model_type", None)
     if kind in OWN_MASKS:
         raise ArgumentError(
             f"attn_implementation: got 'numflash' for a model of type {kind!r}, which changes its mask by itself; "
-            "allowed: 'eager'"
+            f"allowed: {OWN_MASKS[kind]}"
+        )
+
+
+def _refuse_packed(lengths: Tensor | None, attention_mask: Tensor | FunctionMask | None) -> None:
+    """Raise for sequences in one row that only `cu_seq_lens_q` tells apart, which is FlashAttention's
+    way: they would be mixed.
+    """
+    if lengths is None or len(lengths) < 3:
+        return
+    nothing = isinstance(attention_mask, Tensor) and attention_mask.stride()[2:] == (0, 0)
+    if attention_mask is None or nothing:
+        raise ArgumentError(
+            f"cu_seq_lens_q: got {len(lengths) - 1} sequences in a row and no mask that separates them; allowed with "
+            "attn_implementation 'numflash': position_ids that start at 0 in each, and use_cache=False"
+        )
+
+
+def _refuse_trained(name: str, given: Tensor | None, instead: str) -> None:
+    if given is not None and given.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name}: got a tensor that requires grad, and it would get no gradient; allowed with attn_implementation "
+            f"'numflash': requires_grad_(False), torch.no_grad(), or {instead}"
         )
 
 
@@ -272,6 +303,8 @@ def mask(
         return masking_utils.eager_mask(**sizes, **where, mask_function=mask_function, **options)
     if not bidirectional:
         options |= where
+        if q_length not in (1, kv_length) and _shares_keys(options.get("config")):
+            options["allow_is_causal_skip"] = False
         found = function_mask(batch_size, q_length, kv_length, mask_function, options)
         if found is not None:
             return found
@@ -279,6 +312,15 @@ def mask(
     if attention_mask is None:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch_size, 1, q_length, kv_length)
     return _padding(**sizes, **where)
+
+
+def _shares_keys(config: Any) -> bool:
+    """Whether a model has layers that attend to keys of earlier ones.
+
+    It may drop their first rows and cut the mask; where that is None, nothing would say which rows
+    of a static cache are left.
+    """
+    return "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
 
 
 def _padding(

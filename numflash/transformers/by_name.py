@@ -16,6 +16,7 @@ from .resident import ResidentCache
 CACHES = {
     "numflash": "float32",
     "numflash_bfloat16": "bfloat16",
+    "numflash_float16": "float16",
     "numflash_int8": "int8",
     "numflash_int4": "int4",
 }  # name -> dtype
@@ -46,6 +47,12 @@ def register_caches(implementations: tuple[str, ...]) -> None:
             return original(self, generation_config, model_kwargs, *rest, **options)
         config = self.config.get_text_config(decoder=True)
         if config._attn_implementation not in implementations:
+            if not self._can_set_attn_implementation():
+                raise ArgumentError(
+                    f"cache_implementation: got {generation_config.cache_implementation!r} for {type(self).__name__}, which "
+                    "has an attention of its own and cannot read it; allowed: models that take transformers' "
+                    "attention functions"
+                )
             raise ArgumentError(
                 f"cache_implementation: got {generation_config.cache_implementation!r} with attn_implementation "
                 f"{config._attn_implementation!r}; allowed: model.set_attn_implementation('numflash')"

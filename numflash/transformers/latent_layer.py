@@ -44,8 +44,8 @@ class LatentLayer(ResidentLayer):
     module : the model's layer, once it has asked for keys and values
     """
 
-    def __init__(self, cache: Any, window: int | None) -> None:
-        super().__init__(cache, window)
+    def __init__(self, cache: Any, window: int | None, shared: bool = False) -> None:
+        super().__init__(cache, window, shared)
         self.module: Any = None
         self._balance = 1.0
         self._made: tuple[Any, Any] | None = None  # a projection, and its weight as it was made

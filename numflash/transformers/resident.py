@@ -27,6 +27,14 @@ from .masks import Reading, read_mask
 from .resident_layer import ResidentLayer
 
 SLIDING = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention")
+# model type -> what its models have instead of a cache of keys and values
+OTHER_MEMORY = {
+    "openai-gpt": "which takes no cache",
+    "reformer": "which keeps hashes of its own",
+    "rwkv": "which has a state and no keys",
+    "xlnet": "which keeps a memory of its own",
+    "xlstm": "which has a state and no keys",
+}
 
 
 class ResidentCache(Cache):
@@ -79,17 +87,10 @@ class ResidentCache(Cache):
             raise ArgumentError(f"page_size: got {page_size}; allowed: a power of two, 128 or more")
         text = _decoder(config)
         self.sizes = _sizes(text)
-        types, options = get_layer_types_and_kwargs(text)
-        for kind in types:
-            if kind != "full_attention" and kind not in SLIDING:
-                raise ArgumentError(
-                    f"config: got a layer of type {kind!r}; allowed with a ResidentCache: full and sliding-window attention"
-                )
-        windows = [each.get("sliding_window") for each in options]
         rank = getattr(text, "kv_lora_rank", None)
         self.latent: Any = (rank, getattr(text, "qk_rope_head_dim", None)) if rank else None
         layer = ResidentLayer if self.latent is None else LatentLayer
-        super().__init__(layers=[layer(self, window) for window in windows])
+        super().__init__(layers=[layer(self, *each) for each in _layers(text)])
         self._valid: np.ndarray | None = (
             None  # (B, tokens) False for padding; None where there is none
         )
@@ -179,12 +180,8 @@ class ResidentCache(Cache):
             self._valid = np.concatenate([before, valid], 1)
         self._known = layer.seen
 
-    def physical_mask(
-        self, layer: ResidentLayer, reading: Reading, keys: int, order: Tensor | None
-    ) -> Tensor:
-        """A mask over stored tokens (B, 1, n, keys), rows in the given order, from the one over all
-        tokens.
-        """
+    def physical_mask(self, layer: ResidentLayer, reading: Reading, keys: int) -> Tensor:
+        """A mask over stored tokens (B, 1, n, keys) from the one over all tokens."""
         assert reading.mask is not None
         b, new, advertised = reading.mask.shape
         past = np.ones((b, advertised - new), bool)
@@ -201,10 +198,7 @@ class ResidentCache(Cache):
         for i in range(b):
             chosen = np.flatnonzero(columns[i])
             found[i, :, lengths[i] - chosen.size : lengths[i]] = reading.mask[i][:, chosen]
-        mask = torch.from_numpy(found)
-        if order is not None:
-            mask = mask.gather(1, order[:, :, None].expand(-1, -1, keys))
-        return mask[:, None]
+        return torch.from_numpy(found)[:, None]
 
     # ---- all layers
     @contextmanager
@@ -372,10 +366,47 @@ def _decoder(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _sizes(config: Any) -> tuple[int, int, int] | None:
-    """(KV heads, channels of K, channels of V) of all layers, None where the configuration does not
-    say.
+def _layers(config: Any) -> list[tuple[int | None, bool]]:
+    """Window of each layer that has keys and values of its own, and whether later ones share them.
+
+    Raises
+    ------
+    ArgumentError
+        A layer that is neither full nor sliding-window attention.
     """
+    kind = getattr(config, "model_type", None)
+    allowed = "allowed with a ResidentCache: full and sliding-window attention"
+    if kind in OTHER_MEMORY:
+        raise ArgumentError(
+            f"config: got a model of type {kind!r}, {OTHER_MEMORY[kind]}; {allowed}"
+        )
+    if getattr(config, "cross_attention_layers", None):
+        raise ArgumentError(
+            f"config: got a model of type {kind!r} with cross-attention layers; {allowed}"
+        )
+    types, options = get_layer_types_and_kwargs(config)
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
+    own = len(types)
+    while own and modes[own - 1] == "reuse":  # layers at the end that read an earlier layer's
+        own -= 1
+    for each in types[:own]:
+        if each != "full_attention" and each not in SLIDING:
+            raise ArgumentError(f"config: got a layer of type {each!r}; {allowed}")
+    return [(options[n].get("sliding_window"), modes[n] == "store") for n in range(own)]
+
+
+def _sizes(config: Any) -> tuple[int, int, int] | None:
+    """(KV heads, channels of K, channels of V) that the configuration says of all layers, None where
+    it does not.
+
+    Models may deviate from it, so it only tells files apart.
+    """
+    found = {_sizes_of(each) for each in getattr(config, "per_layer_config", None) or [config]}
+    return found.pop() if len(found) == 1 else None
+
+
+def _sizes_of(config: Any) -> tuple[int, int, int] | None:
+    """The same of one layer."""
     if getattr(config, "kv_lora_rank", None) or getattr(config, "global_head_dim", None):
         return None
     heads = getattr(config, "num_attention_heads", None)

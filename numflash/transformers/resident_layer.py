@@ -8,7 +8,7 @@ tokens are its first ones, whatever the padding of the batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,32 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # as attention takes th
 FIRST = 256  # tokens that are allocated at least; then powers of two
 
 
+class Over(NamedTuple):
+    """What a chunk attends to: keys and values, and the options of attention that limit it."""
+
+    keys: Tensor
+    values: Tensor
+    limits: dict[str, Any]
+
+
+class Pass(NamedTuple):
+    """What later layers need that share a layer's keys and values.
+
+    valid : (B, n) bool, False for padding; None where there is none
+    over : None where the decode kernel reads the store
+    """
+
+    valid: np.ndarray | None
+    over: Over | None
+
+    def of_rows(self, rows: int) -> Pass:
+        """The same for the last `rows` of the n tokens."""
+        valid, over = self.valid, self.over
+        if over is not None and "attn_mask" in over.limits:
+            over = over._replace(limits={"attn_mask": over.limits["attn_mask"][:, :, -rows:]})
+        return Pass(None if valid is None else valid[:, -rows:], over)
+
+
 class ResidentLayer(CacheLayerMixin):
     """Keys and values of one attention layer.
 
@@ -39,19 +65,22 @@ class ResidentLayer(CacheLayerMixin):
     ----------
     store : KVCache or None before the first tokens
     seen : tokens of the layer, padding included
+    shared : whether later layers of the model attend to the same keys and values (Gemma 3n and 4)
     """
 
     is_compileable = False
     is_croppable = True
     latent = False  # whether the store's values are in its keys, see `LatentLayer`
 
-    def __init__(self, cache: Any, window: int | None) -> None:
+    def __init__(self, cache: Any, window: int | None, shared: bool = False) -> None:
         super().__init__()
         self.cache, self.window, self.is_sliding = cache, window, window is not None
+        self.shared = shared
         self.seen = 0
         self.store: KVCache | None = None
         self._fits: tuple[Any, Any] | None = None  # shapes of tokens that it has taken
         self._new: tuple[Tensor, Tensor] | None = None
+        self._last: Pass | None = None  # of a shared layer, until the next one begins
 
     # ---- transformers' interface
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -70,7 +99,7 @@ class ResidentLayer(CacheLayerMixin):
             self._check(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         self._check_room(key_states.shape[2])
-        self._new = key_states, value_states
+        self._new, self._last = (key_states, value_states), None
         keys = self.get_mask_sizes(key_states.shape[2])[0]
         key = StandIn.of(key_states, keys, self)
         if shapes[0] == shapes[1]:
@@ -101,11 +130,10 @@ class ResidentLayer(CacheLayerMixin):
         b, heads, n, d = key.shape
         sizes = (heads, d, value.shape[3])
         held = self.store
-        wanted = self.cache.sizes if held is None else self._held_sizes(held)
-        if wanted is not None and sizes != wanted:
+        if held is not None and sizes != self._held_sizes(held):
             raise ArgumentError(
-                f"key_states: got {heads} heads of {d} and {value.shape[3]} channels; allowed: {wanted}, the cache was "
-                "made for another model"
+                f"key_states: got {heads} heads of {d} and {value.shape[3]} channels; allowed: {self._held_sizes(held)}, "
+                "the tokens that the cache holds are of another model"
             )
         if held is not None and held.batch != b:
             raise ArgumentError(
@@ -144,7 +172,7 @@ class ResidentLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens."""
         self.seen, self._new = 0, None
-        self.store = self._fits = None
+        self.store = self._fits = self._last = None
 
     @property
     def unfinished(self) -> bool:
@@ -155,13 +183,13 @@ class ResidentLayer(CacheLayerMixin):
         """Make sequence i a copy of sequence index[i]; there may be more or fewer than before."""
         if self.store is not None:
             self.store.reorder(index)
-        self._fits = None
+        self._fits = self._last = None
 
     def truncate(self, seen: int, lengths: np.ndarray) -> None:
         """Keep `seen` tokens, of which `lengths` (B,) are stored."""
         if self.store is not None:
             self.store.truncate(np.minimum(lengths, self.store.lengths))
-        self.seen, self._new = seen, None
+        self.seen, self._new, self._last = seen, None, None
 
     # ---- attention
     def attend(
@@ -181,23 +209,39 @@ class ResidentLayer(CacheLayerMixin):
         (B, H, n, Dv) of the query's dtype
         """
         if self._new is None:
-            raise ArgumentError(
-                "past_key_values: attention was called twice for one update of the cache"
-            )
+            return self._attend_again(query, precision, options)
         key, value = self._new
         b, _, n, _ = key.shape
         reading = self.cache.reading(self, mask, b, n)
         if self.store is None:
             self.store = self._create(key, value, bool(options.get("softcap")))
         self._reserve(n)
-        precision = precision or self.cache.precision
         if reading.standard and self._suits_decode(n, query.shape[1] // key.shape[1]):
             out = self._decode(query, key, value, reading, options)
         else:
             out = self._prefill(query, key, value, reading, precision, options)
+        if self.shared and self._last is None:
+            self._last = Pass(reading.valid, None)
         self.seen, self._new, self._fits = self.seen + n, None, (key.shape, value.shape)
         self.cache.attended(self, reading, b, n)
         return out
+
+    def _attend_again(
+        self, query: Tensor, precision: str | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Attention of a later layer that shares this one's keys and values.
+
+        query : (B, H, k, D) of the last k of the pass's tokens: a model leaves out the rows that
+        nobody asked for
+        """
+        if self._last is None:
+            raise ArgumentError(
+                "past_key_values: attention was called twice for one update of the cache"
+            )
+        last = self._last.of_rows(query.shape[2])
+        if last.over is None:
+            return self._decoded(query, last.valid, options)
+        return self._attended(query, last, precision, options)
 
     def _suits_decode(self, n: int, group: int) -> bool:
         """Whether the decode kernel is the faster one for n new tokens of `group` heads of a KV head."""
@@ -313,10 +357,17 @@ class ResidentLayer(CacheLayerMixin):
                 )
             result = torch.from_numpy(out)
             return result if query.dtype is torch.float32 else result.to(query.dtype)
-        order = None if reading.valid is None else to_back(reading.valid)
-        rows = as_numpy(query if order is None else gathered(query, order))
         with pytorch_threads():
             self._append(key, value, reading)
+        return self._decoded(query, reading.valid, options)
+
+    def _decoded(self, query: Tensor, valid: np.ndarray | None, options: dict[str, Any]) -> Tensor:
+        """The same of tokens that have been appended."""
+        assert self.store is not None
+        sinks = options["sinks"]
+        order = None if valid is None else to_back(valid)
+        rows = as_numpy(query if order is None else gathered(query, order))
+        with pytorch_threads():
             out = self.store.decode(
                 rows,
                 scale=options["scale"],
@@ -343,26 +394,38 @@ class ResidentLayer(CacheLayerMixin):
         else:
             keys, values, lengths = self._with_past(key, value, reading)
         keys, values = self._expanded(keys, values)
-        order = None if reading.valid is None else to_back(reading.valid)
-        rows = query if order is None else gathered(query, order)
         limits: dict[str, Any] = {"is_causal": True, "alignment": "lower_right"}
         if self.window is not None:
             limits["window"] = (self.window - 1, None)
         if lengths is not None:
             limits["key_lengths"] = lengths
         if reading.mask is not None:
-            limits = {"attn_mask": self.cache.physical_mask(self, reading, keys.shape[2], order)}
+            limits = {"attn_mask": self.cache.physical_mask(self, reading, keys.shape[2])}
+        this = Pass(reading.valid, Over(keys, values, limits))
+        out = self._attended(query, this, precision, options)
+        with pytorch_threads():
+            self._append(key, value, reading)
+        if self.shared:
+            self._last = this
+        return out
+
+    def _attended(
+        self, query: Tensor, this: Pass, precision: str | None, options: dict[str, Any]
+    ) -> Tensor:
+        """By the attention kernel, whose last row of a sequence is its last token."""
+        assert this.over is not None
+        rows, (keys, values, limits) = query, this.over
+        order = None if this.valid is None or "attn_mask" in limits else to_back(this.valid)
+        if order is not None:
+            rows = gathered(rows, order)
+        precision = precision or self.cache.precision
         if precision == "int8":
             rows, keys, values = rotated(rows, keys, values)
         out = attention(
             rows, keys, values, enable_gqa=True, precision=precision, **limits, **options
         )
         out = out.to(query.dtype)
-        if order is not None:
-            out = scattered(out, order)
-        with pytorch_threads():
-            self._append(key, value, reading)
-        return out
+        return out if order is None else scattered(out, order)
 
     def _with_past(
         self, key: Tensor, value: Tensor, reading: Reading
@@ -412,7 +475,7 @@ class ResidentLayer(CacheLayerMixin):
 
     def twin(self, cache: Any) -> ResidentLayer:
         """The same tokens in a layer of another cache."""
-        new = type(self)(cache, self.window)
+        new = type(self)(cache, self.window, self.shared)
         new.seen = self.seen
         new.store = None if self.store is None else self.store.copy()
         return new

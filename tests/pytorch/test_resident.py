@@ -255,6 +255,7 @@ def test_by_name(llama):
     for name, dtype in (
         ("numflash", "float32"),
         ("numflash_bfloat16", "bfloat16"),
+        ("numflash_float16", "float16"),
         ("numflash_int8", "int8"),
         ("numflash_int4", "int4"),
     ):
@@ -419,15 +420,15 @@ def test_what_is_refused(llama, tmp_path):
     llama.set_attn_implementation("numflash")
     other = make("gemma3")
     config = transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4})
-    for cache, words in (
-        (nt.ResidentCache(config), "made for another model"),
-        (
-            nt.ResidentCache(transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 1})),
-            "another model",
-        ),
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            logits(llama, [TOKENS], cache)
+    few = nt.ResidentCache(transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 1}))
+    with pytest.raises(ArgumentError, match="made for another model"):
+        logits(llama, [TOKENS], few)
+    held = new(llama)  # the sizes are those of the first tokens, whatever the configuration says
+    logits(llama, [TOKENS], held)
+    alike = transformers.LlamaForCausalLM(config).eval()
+    alike.set_attn_implementation("numflash")
+    with pytest.raises(ArgumentError, match=r"got 4 heads of 16 .* are of another model"):
+        logits(alike, [TOKENS], held)
     for wrong, error in (
         (None, ArgumentTypeError),
         (transformers.T5Config(num_layers=2), ArgumentError),
@@ -490,3 +491,110 @@ def test_tokens_like_those_before_are_checked_again(llama):
     logits(llama, [TOKENS[:1], TOKENS[:1, :1]], short)
     with pytest.raises(CacheFullError):
         logits(llama, [TOKENS[:1, :1]], short)
+
+
+PER_LAYER = {
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+}
+UNEQUAL = {
+    # heads of layers differ, and two layers read the keys of earlier ones
+    "gemma4": (
+        "Gemma4",
+        {**PER_LAYER, "global_head_dim": 32, "num_kv_shared_layers": 2},
+        "Gemma4TextConfig",
+    ),
+    # sliding layers have other KV heads, values other channels than keys
+    "mimo": (
+        "MiMoV2Flash",
+        {**LAYERS, **EXPERTS, "v_head_dim": 8, "n_routed_experts": 4},
+        "MiMoV2FlashConfig",
+    ),
+    # one KV head, which its configuration does not say
+    "gpt_bigcode": ("GPTBigCode", {}, "GPTBigCodeConfig"),
+}
+
+
+def unequal(name):
+    torch.manual_seed(0)
+    kind, options, config = UNEQUAL[name]
+    if not hasattr(transformers, config):
+        pytest.skip(f"this version of transformers has no {config}")
+    model = getattr(transformers, kind + "ForCausalLM")(
+        getattr(transformers, config)(**{**SMALL, **options})
+    )
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.25)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_layers_of_unequal_sizes_and_shared_keys(name, tmp_path):
+    """Decoding, chunks and padding anywhere; the tokens are those of eager."""
+    model = unequal(name)
+    for mode in ("beams", "chunked prefill"):
+        options = {**MODES[mode], "mask": LEFT}
+        assert torch.equal(generate(model, **options, cache=new(model)), generate(model, **options))
+    pieces = TOKENS.split([20, 1, 3, 16], 1)
+    for mask in (LEFT, RIGHT):
+        model.set_attn_implementation("eager")
+        wanted = logits(model, pieces, transformers.DynamicCache(config=model.config), mask)
+        model.set_attn_implementation("numflash")
+        cache = new(model)
+        found = logits(model, pieces, cache, mask)
+        seen = mask.bool()
+        torch.testing.assert_close(found[seen], wanted[seen], atol=1e-3, rtol=1e-3)
+    cache.save(tmp_path / "cache.npz")
+    again = nt.ResidentCache.load(tmp_path / "cache.npz", model.config)
+    more = [logits(model, [TOKENS[:, :1]], each) for each in (cache.copy(), again)]
+    assert torch.equal(*more)
+
+
+@pytest.mark.parametrize("keep", [1, 4])
+def test_the_last_rows_alone_of_layers_that_share_keys(keep):
+    """Gemma 4 leaves out the other rows there, and cuts the mask, which may be None."""
+    model = unequal("gemma4")
+    found = {}
+    for name, cache in (("eager", None), ("numflash", None), ("numflash", new(model))):
+        model.set_attn_implementation(name)
+        for mask in (None, LEFT):
+            if cache is not None:
+                cache.reset()
+            with torch.no_grad():
+                found[name, cache is None, mask is None] = model(
+                    TOKENS, attention_mask=mask, logits_to_keep=keep, **{nt.CACHE_ARGUMENT: cache}
+                ).logits
+    static = transformers.StaticCache(config=model.config, max_cache_len=60)
+    with torch.no_grad():
+        model.set_attn_implementation("numflash")
+        options = {nt.CACHE_ARGUMENT: static, "logits_to_keep": keep}
+        found["static", True, True] = model(TOKENS, **options).logits
+    for (_, _, plain), x in found.items():
+        torch.testing.assert_close(x, found["eager", True, plain], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("XLNetConfig", "'xlnet', which keeps a memory of its own"),
+        ("OpenAIGPTConfig", "'openai-gpt', which takes no cache"),
+        ("xLSTMConfig", "'xlstm', which has a state"),
+        ("MllamaTextConfig", "cross-attention layers"),
+    ],
+)
+def test_models_without_a_cache_of_keys_are_refused(config, words):
+    with pytest.raises(ArgumentError, match=f"config: got .*{words}.*allowed"):
+        nt.ResidentCache(getattr(transformers, config)())
+
+
+def test_by_name_says_what_a_model_with_its_own_attention_cannot_do():
+    """set_attn_implementation leaves it as it is, with a warning of transformers."""
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM(config).eval()
+    model.set_attn_implementation("numflash")
+    with pytest.raises(ArgumentError, match="for BloomForCausalLM, which has an attention of its"):
+        model.generate(TOKENS, cache_implementation="numflash_int8", max_new_tokens=2)
