@@ -412,23 +412,43 @@ def test_launch_on_hopper_encodes_tensor_maps(driver):
 
 REFUSED = """
 from numflash.cuda.device import current_device
-from numflash.errors import DriverError
-from numflash.cuda.validate import attention as validate, cases
-def run(problem):
-    raise (DriverError("refused") if problem.precision == "float16" else validate.UnsupportedError("no kernel"))
-validate.launch.run, validate.expected.get = run, lambda *arguments: []
-for row in validate.check(current_device(), (cases.CASES[0], cases.CASES[10])):
-    print(row["passed"], row.get("error"), row.get("skipped"))
+from numflash.cuda.validate import child, steps
+from numflash.errors import DriverError, UnsupportedError
+def raises(error):
+    def run(*given):
+        raise error
+    return run
+device, said, broken = current_device(), [], []
+key = ("factory", "sm_80", ())
+child.compiled, child.labels = (lambda *given, **constants: None), (lambda keys: ["its kernel"])
+for kernels, run in (
+    (raises(UnsupportedError("no kernel")), None),
+    (lambda: [key], raises(UnsupportedError("no such cubin"))),
+    (lambda: [key], raises(DriverError("refused"))),
+):
+    try:
+        broken += child.run_step(steps.Step("one", kernels, run), "case", device, set(), said.append)
+    except DriverError:
+        print("the process ends")
+for row in said:
+    if "case" in row:
+        print(row["case"]["passed"], row["case"].get("error"), row["case"].get("skipped"))
+print(broken)
 """
 
 
 def test_what_the_driver_refuses_is_a_failure(driver):
-    """And what has no kernel is none.
+    """And what has no kernel is none, but a kernel that a folder lacks is one.
 
-    Float16 on a card whose driver calls fail, then an option that is refused.
+    The driver's error ends the process: nothing is run in a context that may be of no use.
     """
-    done = run(driver, REFUSED, "80")
-    assert done.stdout.splitlines() == ["False refused None", "True None no kernel"]
+    assert run(driver, REFUSED, "80").stdout.splitlines() == [
+        "the process ends",
+        "True None no kernel",
+        "False UnsupportedError: no such cubin None",
+        "False DriverError: refused None",
+        "['its kernel']",
+    ]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from .compiler import (
     cache_directory,
     compile_source,
     compiled,
+    is_ready,
     tool_versions,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "cache_directory",
     "compile_source",
     "compiled",
+    "is_ready",
     "tool_versions",
 ]

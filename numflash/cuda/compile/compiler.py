@@ -236,12 +236,28 @@ def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: 
     return _loaded.setdefault(wanted, found)
 
 
+def is_ready(factory: Callable[..., Source], arch: str, kind: str, **constants: Any) -> bool:
+    """Whether `compiled` has the kernel without compiling it."""
+    folder = os.environ.get("NUMFLASH_CUBINS") if kind == "cubin" else None
+    try:
+        if folder and ready(folder, factory, arch, constants) is not None:
+            return True
+        return _read(_path(factory, arch, kind, constants)) is not None
+    except UnsupportedError:  # a folder that cannot be used, or no compiler
+        return False
+
+
+def _path(factory: Callable[..., Source], arch: str, kind: str, constants: dict[str, Any]) -> Path:
+    """The kernel's file in the cache."""
+    key = _key(factory, arch, kind, constants)
+    return cache_directory() / f"{factory.__name__}-{arch}-{key}.{kind}"
+
+
 def _from_cache(
     factory: Callable[..., Source], arch: str, kind: str, constants: dict[str, Any], shown: str
 ) -> Compiled:
     """The kernel from the cache on disk, or freshly compiled."""
-    key = _key(factory, arch, kind, constants)
-    path = cache_directory() / f"{factory.__name__}-{arch}-{key}.{kind}"
+    path = _path(factory, arch, kind, constants)
     found = _read(path)
     if found is None:
         logger.info("compiling %s(%s) for %s", factory.__name__, shown, arch)

@@ -48,6 +48,12 @@ def kernel_name(factory: Callable, arch: str, constants: dict[str, Any]) -> str:
     )
 
 
+def file_name(factory: Callable, arch: str, constants: dict[str, Any]) -> str:
+    """The name of a kernel's file in a folder."""
+    digest = hashlib.sha256(kernel_name(factory, arch, constants).encode()).hexdigest()
+    return f"{factory.__name__}-{arch}-{digest[:12]}.cubin"
+
+
 @functools.cache
 def manifest(folder: str) -> dict[str, Any]:
     """{name of a kernel: its entry}; raises UnsupportedError for a folder that cannot be used."""

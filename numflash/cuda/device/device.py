@@ -7,11 +7,12 @@ filled in place, one driver call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from .driver import (
 )
 from .operands import Launch
 
+# of `median_seconds`: of a group of launches, of all groups; launches of a group
+GROUP, ALTOGETHER, MOST_LAUNCHES = 2e-3, 0.4, 50
 _CTYPES: dict[str, Any] = {
     "int32": ctypes.c_int32,
     "uint32": ctypes.c_uint32,
@@ -188,6 +191,18 @@ class Device:
         """A `with` in which the device's context is this thread's current one."""
         return Active(self.driver, self._context)
 
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[int]:
+        """A stream for the length of a `with`; it and the default stream wait for each other."""
+        d = self.driver
+        with self.active():
+            made = check(d, d.cuStreamCreate(d.CUstream_flags.CU_STREAM_DEFAULT))
+        try:
+            yield int(made)
+        finally:
+            with self.active():
+                d.cuStreamDestroy(made)
+
     def kernel(self, item: Compiled) -> Kernel:
         """The loaded kernel of a cubin.
 
@@ -210,12 +225,17 @@ class Device:
         launches: Launch | Sequence[Launch],
         use: Callable[[Callable[[], None]], Any],
         persist: Sequence[np.ndarray] = (),
+        blocks: int = 0,
+        stream: int = 0,
     ) -> Any:
         """`use` the launches, in order, as one function without arguments, their arrays on the
         card; results are back afterwards.
 
         `persist`: arrays among those of the launches, or views of their whole memory, that should
         stay in L2 meanwhile: one window over all of them (`Device.persist`).
+
+        `blocks`: of a persistent kernel, as if there were so many multiprocessors. `stream`: one
+        that waits for the default stream's copies, as those of `Device.stream` do.
         """
         steps = [launches] if isinstance(launches, Launch) else launches
         flat = [
@@ -234,8 +254,8 @@ class Device:
                     item = compiled(step.factory, step.arch, "cubin", **step.constants)
                     numbers = _arguments(item, args, address, next_map)
                     next_map += MAP_BYTES * sum(len(x) for x in args if isinstance(x, list))
-                    grid = step.blocks(self.multiprocessors)
-                    calls.append(functools.partial(self.kernel(item), grid, 0, *numbers))
+                    grid = step.blocks(blocks or self.multiprocessors)
+                    calls.append(functools.partial(self.kernel(item), grid, stream, *numbers))
 
                 def work() -> None:
                     for call in calls:
@@ -246,11 +266,11 @@ class Device:
                 copies = {x.ctypes.data: address[id(x)] for x in arrays}
                 starts = [copies[x.ctypes.data] for x in persist]
                 ends = [start + x.nbytes for start, x in zip(starts, persist, strict=True)]
-                self.persist(0, min(starts), max(ends) - min(starts))
+                self.persist(stream, min(starts), max(ends) - min(starts))
                 try:
                     return use(work)
                 finally:
-                    self.persist(0, 0, 0)
+                    self.persist(stream, 0, 0)
 
     def submit(self, launch: Launch, stream: int) -> None:
         """Enqueue a launch whose arrays are on the device.
@@ -337,21 +357,33 @@ def _maps_key(maps: list[TensorMap]) -> tuple:
 def median_seconds(
     device: Device, work: Callable[[], None], repeats: int = 20, stream: int = 0
 ) -> float:
-    """Median time of one launch, by events on the stream, after five launches to warm up."""
+    """Median seconds of a launch among others: a start event, launches, a stop event, divided.
+
+    A group takes about `GROUP` seconds, so that the host enqueues ahead of the card and the time
+    between two launches is the card's own. A launch that is shorter than enqueueing it is measured
+    as that. Launches to warm up come first; long ones are repeated less, but five times.
+    """
     d = device.driver
-    times = []
     with device.active():
-        start, stop = (check(d, d.cuEventCreate(0)) for _ in range(2))
-        for n in range(repeats + 5):
-            check(d, d.cuEventRecord(start, stream))
-            work()
-            check(d, d.cuEventRecord(stop, stream))
-            check(d, d.cuEventSynchronize(stop))
-            if n >= 5:
-                times.append(float(check(d, d.cuEventElapsedTime(start, stop))) / 1e3)
-        for event in (start, stop):
-            d.cuEventDestroy(event)
-    return statistics.median(times)
+        events = [check(d, d.cuEventCreate(0)) for _ in range(2)]
+
+        def seconds(launches: int) -> float:
+            check(d, d.cuEventRecord(events[0], stream))
+            for _ in range(launches):
+                work()
+            check(d, d.cuEventRecord(events[1], stream))
+            check(d, d.cuEventSynchronize(events[1]))
+            return float(check(d, d.cuEventElapsedTime(*events))) / 1e3 / launches
+
+        try:
+            seconds(2)
+            one = max(seconds(1), 1e-6)
+            launches = max(1, min(MOST_LAUNCHES, round(GROUP / one)))
+            groups = max(5, min(repeats, int(ALTOGETHER / (launches * one))))
+            return statistics.median(seconds(launches) for _ in range(groups))
+        finally:
+            for event in events:
+                d.cuEventDestroy(event)
 
 
 def arch_of(major: int, minor: int) -> str:
