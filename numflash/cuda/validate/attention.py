@@ -117,7 +117,7 @@ def shapes(lengths: Iterable[int]) -> Iterator[tuple[tuple[int, ...], bool]]:
     16,384 query rows times heads of 2048 channels are in flight, D is 64 and 128.
     """
     ordered = sorted(lengths, reverse=True)
-    middle = len(ordered) // 2
+    middle = (len(ordered) - 1) // 2
     ordered = ordered[middle : middle + 1] + ordered[:middle] + ordered[middle + 1 :]
     for length, d, causal in itertools.product(ordered, (128, 64), (False, True)):
         h = CHANNELS // d
