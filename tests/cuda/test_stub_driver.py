@@ -104,11 +104,10 @@ except Exception as error:
 
 
 def test_clusters(driver):
-    """CUfunction_attribute 11 to 13: the required cluster's width, height and depth."""
+    """CUlaunchAttributeID 4: the cluster's width, height and depth."""
     done = run(driver, CLUSTER, "90")
-    assert [line for line in done.stderr.splitlines() if "attribute" in line] == [
-        f"attribute {11 + n} = {b}" for n, b in enumerate((2, 1, 1))
-    ]
+    lines = [line for line in done.stderr.splitlines() if "attribute" in line]
+    assert lines == ["launch attribute 4 = 2 1 1"] * 2
     assert "launch grid 4 1 1 block 32" in done.stderr
     assert "a grid of 3 blocks in clusters of 2" in done.stderr and "DriverError" in done.stdout
 
@@ -118,7 +117,9 @@ def test_wide_heads_are_launched_in_clusters(driver):
     """Two tiles of rows of two heads, on whole clusters of the stub's multiprocessors."""
     code = SOLVE.format(d=128).replace("1, 2, 70", "1, 2, 200")
     done = run(driver, code, "90")
-    assert "attribute 11 = 2" in done.stderr and "launch grid 2 1 1 block 384" in done.stderr
+    assert (
+        "launch attribute 4 = 2 1 1" in done.stderr and "launch grid 2 1 1 block 384" in done.stderr
+    )
 
 
 RESIDENT = """
@@ -386,6 +387,28 @@ q, k, v, expected = study.problem(128, 64, 0)
 device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v))
 study.clock(128)
 """
+
+
+FORKED = """
+import os
+from numflash.cuda.device import current_device
+device = current_device()
+if os.fork() == 0:
+    try:
+        device.active().__enter__()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_forked_process_is_told_to_be_spawned(driver):
+    said = run(driver, FORKED, "80").stdout
+    assert said.startswith(
+        "DriverError CUDA driver: it is not initialised in this process, which was"
+    )
+    assert "'spawn'" in said
 
 
 def test_the_ladder_is_validated_on_a_card_before_it_is_timed(driver):

@@ -224,7 +224,9 @@ def test_every_kernel_is_known_ahead(quick, monkeypatch):
     device = Recorded(found)
     monkeypatch.setattr(cases, "_numbers", lambda count, seed: np.zeros(count, np.float32))
     monkeypatch.setattr(on_the_card, "Card", functools.partial(Card, device))
-    monkeypatch.setattr(attention, "median_seconds", lambda device, work, stream=0: (work(), 1.0)[1])
+    monkeypatch.setattr(
+        attention, "median_seconds", lambda device, work, stream=0: (work(), 1.0)[1]
+    )
     monkeypatch.setattr(expected, "get", lambda *arguments: None)
     monkeypatch.setattr(
         reference,

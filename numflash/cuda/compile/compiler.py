@@ -16,6 +16,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from ...jit.disk_cache import source_digest
 from ...jit.interrupts import uninterrupted
 from ...jit.trust import read
 from ...tiling import SHARED_MEMORY
-from .cubins import ready
+from .cubins import made_by, ready
 
 logger = logging.getLogger("numflash")
 
@@ -181,6 +182,19 @@ def tool_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[wheel] = target.library_version(wheel)
     return found
+
+
+def code_version() -> int | None:
+    """The CUDA version of the machine code that is loaded: the folder's of ready cubins, or the
+    linker's. None where neither is known.
+    """
+    folder = os.environ.get("NUMFLASH_CUBINS")
+    try:
+        tools = made_by(folder) if folder else tool_versions()
+    except UnsupportedError:  # no compiler, or a folder that is refused when a kernel is asked for
+        return None
+    found = re.match(r"(?:toolkit )?(\d+)\.", tools.get("nvidia-nvjitlink", ""))
+    return int(found[1]) if found else None
 
 
 def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:

@@ -71,11 +71,6 @@ class Kernel:
         if item.shared_bytes > 48 * 1024:  # more than 48 KB needs an attribute of the function
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver, driver.cuFuncSetAttribute(self._function, attribute, item.shared_bytes))
-        if item.cluster > 1:  # all three or none
-            attribute = driver.CUfunction_attribute
-            for axis, blocks in (("WIDTH", item.cluster), ("HEIGHT", 1), ("DEPTH", 1)):
-                which = getattr(attribute, f"CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_{axis}")
-                check(driver, driver.cuFuncSetAttribute(self._function, which, blocks))
         self._local = threading.local()
 
     def _block(self) -> tuple[list[Any], Any, int]:
@@ -90,12 +85,32 @@ class Kernel:
         block = getattr(self._local, "block", None) or self._block()
         for slot, value in zip(block[0], arguments, strict=True):
             slot.value = value
-        item = self.item
-        launched = self._driver.cuLaunchKernel(
-            self._function, *grid, item.threads, 1, 1, item.shared_bytes, stream, block[2], 0
-        )
+        item, d = self.item, self._driver
+        if item.cluster == 1:
+            launched = d.cuLaunchKernel(
+                self._function, *grid, item.threads, 1, 1, item.shared_bytes, stream, block[2], 0
+            )
+        else:
+            launched = d.cuLaunchKernelEx(self._config(grid, stream), self._function, block[2], 0)
         if launched[0]:
-            check(self._driver, launched)
+            check(d, launched)
+
+    def _config(self, grid: tuple[int, int, int], stream: int) -> Any:
+        """The configuration of a launch in clusters; this thread's last one, if it is the same."""
+        last = getattr(self._local, "config", None)
+        if last is not None and last[0] == (grid, stream):
+            return last[1]
+        d, config = self._driver, self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.item.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.item.shared_bytes, d.CUstream(stream)
+        cluster = d.CUlaunchAttribute()
+        cluster.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        sizes = cluster.value.clusterDim
+        sizes.x, sizes.y, sizes.z = self.item.cluster, 1, 1
+        config.attrs, config.numAttrs = [cluster], 1
+        self._local.config = (grid, stream), config
+        return config
 
 
 class _Copies:

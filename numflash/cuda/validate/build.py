@@ -18,7 +18,7 @@ from typing import Any
 from ... import __version__
 from ...errors import UnsupportedError
 from ..compile import ARCHITECTURES, Key, compiled, tool_versions
-from ..compile.cubins import MANIFEST, file_name, kernel_name, manifest, source_digest
+from ..compile.cubins import MANIFEST, file_name, forget, kernel_name, manifest, source_digest
 from . import expected
 from .families import families
 from .kernels import needed
@@ -64,7 +64,7 @@ def write(keys: set[Key], folder: str, jobs: int | None = None) -> int:
     new = path / (MANIFEST + ".new")
     new.write_text(json.dumps(listed, indent=1) + "\n")
     os.replace(new, path / MANIFEST)
-    manifest.cache_clear()
+    forget()
     return sum((path / entry["file"]).stat().st_size for entry in entries.values())
 
 
