@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -144,7 +145,7 @@ sys.meta_path.insert(0, Misfit())
 """
 
 
-def test_a_compiler_that_does_not_go_with_numba():
+def test_a_compiler_that_does_not_go_with_numba(tmp_path):
     """It raises more than ImportError; the package can be imported, and says what is wrong."""
     code = (
         MISFIT
@@ -158,7 +159,10 @@ except numflash.errors.UnsupportedError as error:
     print(error)
 """
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    environment = {**os.environ, "NUMFLASH_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert "in versions that go together" in done.stdout, done.stderr
     assert "AttributeError: module 'numba.cuda.types' has no attribute" in done.stdout
 

@@ -18,9 +18,10 @@ from .steps import Row
 # to the precision costs on standard normal numbers; INT8's own error is 1 to 2 %
 LIMITS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3, "int8": 4e-2}
 GRADIENT_LIMITS = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-# LSE is float32 arithmetic for every precision. The largest part of its error is the card's
-# `tanh.approx` (2^-11), times a soft cap of 2; the emulator's tanh is exact.
-LSE_LIMIT = 1e-3
+# LSE is float32 arithmetic for every precision: the emulator is off by 1e-6. A card's tensor cores cut
+# sums off instead of rounding them, 1e-5 at 256 channels; one of 1000 keys left out costs 1e-3.
+LSE_LIMIT = 1e-4
+INT8_LSE_LIMIT = 5e-2  # against the floats that were quantised
 SAMPLES = 16  # rows that are compared after a timing, of the first and of the last head
 
 
@@ -71,7 +72,8 @@ def errors(
         "card_error": distance(card[0], exact),
         "lse_error": largest(card[1], exact_lse),
     }
-    most, most_lse = LIMITS[problem.precision], LSE_LIMIT
+    most = LIMITS[problem.precision]
+    most_lse = INT8_LSE_LIMIT if problem.precision == "int8" else LSE_LIMIT
     if emulator is not None:
         row["emulator_error"] = distance(emulator[0], exact)
         most = 2 * row["emulator_error"] + 1e-6

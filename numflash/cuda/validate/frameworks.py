@@ -58,7 +58,7 @@ def _on_a_stream(given: Given) -> Any:
         )  # a gigabyte: a call on a wrong stream overtakes it
         for _ in range(4):
             big += 1
-        late = [x * (1 + 0 * big[0]).to(x.dtype) for x in tensors]
+        late = [x * (1 + 0 * big[:1]).to(x.dtype) for x in tensors]
         found = _numflash().attention(*late, **options)
     stream.synchronize()
     return found
