@@ -3,7 +3,7 @@
    Checked: contexts and the device of each stream, kernel and pointer; memory that is freed before a launch or a graph reads it;
    copies that a launch does not come after; what stream capture forbids; alignment, strides and boxes of tensor maps.
    A broken rule prints "stub: ..." and returns the driver's error. STUB_CC: compute capability; STUB_DEVICES: how many devices;
-   STUB_VERSION: of CUDA; STUB_TRACE: print every call. STUB_FAULT: kernels that never end ("hang"), or that access memory
+   STUB_VERSION: of CUDA; STUB_TRACE: print every call; STUB_DIVIDED: no part of L2 can be set aside. STUB_FAULT: kernels that never end ("hang"), or that access memory
    which is not theirs ("illegal"): every call that waits shows it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -139,6 +139,7 @@ int cuFuncSetAttribute(void *f, int a, int v) { NEEDS_CONTEXT;
 }
 int cuCtxSetLimit(int limit, size_t n) { NEEDS_CONTEXT; fprintf(stderr, "limit %d = %zu\n", limit, n); return 0; }
 int cuStreamSetAttribute(void *s, int a, void *v) { NEEDS_CONTEXT;                 /* accessPolicyWindow: base, bytes, hit ratio, two properties */
+  if (!s || getenv("STUB_DIVIDED")) FAIL(1, "a window of L2 for %s", s ? "a part of a card" : "the default stream");
   fprintf(stderr, "stream attribute %d: %llx %zu %g\n", a, *(unsigned long long *)v, ((size_t *)v)[1], ((float *)v)[4]);
   return 0;
 }

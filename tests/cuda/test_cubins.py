@@ -76,6 +76,17 @@ def test_more_kernels_join_the_folder(folder):
     assert len(json.loads((folder / "manifest.json").read_text())["kernels"]) == 2
 
 
+def test_a_kernel_of_a_score_function_joins_the_folder(folder, monkeypatch):
+    """It is compiled in the process that has planned it: no other one knows its code."""
+    built = []
+    monkeypatch.setattr(build, "_build", lambda key, folder: built.append(key) or ENTRY)
+    monkeypatch.setattr(build, "ProcessPoolExecutor", None)
+    key = key_of(decode_combine, "sm_80", SMALL | {"functions": "of some code"})
+    build.write({key}, str(folder))
+    assert built == [key]
+
+
+ENTRY = {"kernel": "one", "file": "manifest.json"}
 NO_COMPILER = """
 import sys
 for name in ("numba_cuda", "numba.cuda", "cuda.bindings.nvvm", "cuda.bindings.nvjitlink"):

@@ -370,7 +370,12 @@ def test_l2_window(driver, nbytes, limit, window):
 
     The driver refuses more than the card's largest window, 512 KB for the stub's.
     """
-    code = f"from numflash.cuda.device import current_device; current_device().persist(0, 0x700000000000, {nbytes}, 0.5)"
+    code = f"""
+from numflash.cuda.device import current_device
+device = current_device()
+with device.stream() as stream:
+    device.persist(stream, 0x700000000000, {nbytes}, 0.5)
+"""
     done = run(driver, code, "80")
     assert (
         f"limit 6 = {limit}\n" in done.stderr
@@ -384,9 +389,44 @@ from numflash.cuda.device import current_device
 device = current_device()
 rung = study.LADDER[0]
 q, k, v, expected = study.problem(128, 64, 0)
-device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v))
+with device.stream() as stream:
+    device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v), stream=stream)
 study.clock(128)
 """
+DIVIDED = """
+from numflash.cuda import study
+study.validated = lambda *arguments: 0.0
+print(study.clock_rung(study.LADDER[0], study.problem(128, 64, 0)))
+"""
+
+
+def test_a_card_that_sets_no_part_of_l2_aside(driver):
+    """As a part of a divided card: the rung has one time instead of none."""
+    assert run(driver, DIVIDED, "80").stdout == "(0.001, 0.001)\n"
+    assert run(driver, DIVIDED, "80", STUB_DIVIDED="1").stdout == "(0.001, None)\n"
+
+
+GROUPS = """
+from numflash.cuda.device import current_device, median_seconds
+from numflash.cuda.device import device as module
+device, made = current_device(), []
+record = device.driver.cuEventRecord
+def noted(event, stream):
+    made.append("event")
+    return record(event, stream)
+device.driver.cuEventRecord = noted
+module.GROUP = 4e-3  # each launch takes the stub a millisecond
+def work():
+    made.append("launch")
+print(median_seconds(device, work), "".join(x[0] for x in made[-6:]), made.count("launch"))
+"""
+
+
+def test_groups_of_launches_are_timed(driver):
+    """Nothing but launches stands between two events: what the host does there is not measured."""
+    seconds, last, launches = run(driver, GROUPS, "80").stdout.split()
+    # nothing is launched on the stub here, whose shortest time is a millisecond
+    assert last == "elllle" and int(launches) == 3 + 4 * 20 and float(seconds) == 1e-3 / 4
 
 
 FORKED = """

@@ -1,10 +1,10 @@
 """`python -m numflash.cuda.validate`: compare a card with the emulator, then time it.
 
-Every family of kernels runs in a process of its own with a limit, Hopper's forward kernels first,
-and is timed as soon as its results agree; a kernel that never ends, or an illegal access, ends its
-family and no other. Kernels are compiled, and the emulator's results computed, by all cores while
-families run; with NUMFLASH_CUBINS both may be files made ahead
-(`python -m numflash.cuda.compile --arch ARCH --to DIR`).
+Every family of kernels runs in a process of its own, Hopper's forward kernels first: its problems,
+then timings of the kernels whose problems agree. A kernel that never ends, or an illegal access,
+ends the process; its step is noted, and the next ones run in another process. Kernels are compiled,
+and the emulator's results computed, by all cores while families run; with NUMFLASH_CUBINS both may
+be files made ahead (`python -m numflash.cuda.compile --arch ARCH --to DIR`).
 
 Writes one JSON object, after every row: the card, its clocks and power, the families with their
 problems (equal bits with the emulator for INT8, errors against float64 for the rest) and times as
