@@ -20,6 +20,7 @@ from numflash.cuda.emulator import emulate
 from numflash.cuda.validate import (
     attention,
     cases,
+    child,
     compare,
     decode,
     decode_cases,
@@ -284,3 +285,21 @@ def test_every_kernel_of_a_timed_cache_is_known_ahead(dtype, batch, monkeypatch)
     long, short = decode.timings(dtype, "sm_90a")
     planned = set(long.kernels()) | set(short.kernels())
     assert found and found <= planned
+
+
+def test_a_timing_of_a_broken_kernel_is_left_out(monkeypatch):
+    """A kernel that failed a problem; others are timed."""
+    said, ran = [], []
+    monkeypatch.setattr(child, "labels", lambda keys: list(keys))
+    monkeypatch.setattr(child, "compiled", lambda *arguments, **constants: None)
+    key = ("a kernel", "sm_90a", ())
+    step = steps.Step("one", lambda: [key], lambda device: ran.append(1) or [{"seconds": 1.0}])
+    assert child.run_step(step, "timing", Device(), {key}, said.append) == [] and not ran
+    assert said[-1]["timing"] == {
+        "kernel": "one", "error": "a problem of its kernel failed: it is not timed",
+    }  # fmt: skip
+    child.run_step(step, "timing", Device(), {("another", "sm_90a", ())}, said.append)
+    assert ran and said[-1]["timing"]["seconds"] == 1.0
+    # a problem runs whatever failed before, and says which kernels failed with it
+    wrong = steps.Step("one", lambda: [key], lambda device: [{"passed": False}])
+    assert child.run_step(wrong, "case", Device(), {key}, said.append) == [key]
