@@ -269,7 +269,10 @@ device = card.current_device()
 q, k, v, _ = study.problem(128, 64, 0)
 for rung in study.LADDER:
     if rung.runs_on(device.arch):
-        device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v))
+        with device.stream() as stream:
+            device.prepared(
+                study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v), stream=stream
+            )
         print(rung.number)
 """
 

@@ -208,7 +208,7 @@ class Device:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[int]:
-        """A stream for the length of a `with`; it and the default stream wait for each other."""
+        """A stream of its own for the length of a `with`."""
         d = self.driver
         with self.active():
             made = check(d, d.cuStreamCreate(d.CUstream_flags.CU_STREAM_DEFAULT))
@@ -249,8 +249,8 @@ class Device:
         `persist`: arrays among those of the launches, or views of their whole memory, that should
         stay in L2 meanwhile: one window over all of them (`Device.persist`).
 
-        `blocks`: of a persistent kernel, as if there were so many multiprocessors. `stream`: one
-        that waits for the default stream's copies, as those of `Device.stream` do.
+        `blocks`: of a persistent kernel, as if there were so many multiprocessors. `stream`: of
+        the launches; the arrays are on the card before `use` is called.
         """
         steps = [launches] if isinstance(launches, Launch) else launches
         flat = [
@@ -276,6 +276,8 @@ class Device:
                     for call in calls:
                         call()
 
+                if stream:
+                    check(self.driver, self.driver.cuCtxSynchronize())
                 if not persist:
                     return use(work)
                 copies = {x.ctypes.data: address[id(x)] for x in arrays}
