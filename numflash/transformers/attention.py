@@ -295,7 +295,7 @@ def mask(
     """
     bidirectional = mask_function is masking_utils.bidirectional_mask_function
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    where = {"kv_offset": kv_offset, "attention_mask": attention_mask}
+    where: dict[str, Any] = {"kv_offset": kv_offset, "attention_mask": attention_mask}
     if eager_only(options.get("config")):
         skip = masking_utils._ignore_bidirectional_mask_sdpa(attention_mask, kv_length)
         if bidirectional and attention_mask is not None and not skip:

@@ -22,6 +22,7 @@ _known: dict[type, bool] = {}
 
 
 def _classes(of: type = transformers.PreTrainedModel) -> Iterator[type]:
+    each: type
     for each in of.__subclasses__():
         yield each
         yield from _classes(each)

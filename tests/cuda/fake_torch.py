@@ -70,7 +70,7 @@ def install(fail="", wrong="", card=True):
 
     torch.__version__, torch.float16, torch.randn, torch.nn = "fake", np.float16, randn, nn
     torch.allclose = lambda a, b, atol: np.allclose(a, b, atol=atol)
-    torch.autograd = types.SimpleNamespace(grad=lambda out, inputs, grad: inputs)
+    torch.autograd = types.SimpleNamespace(grad=lambda out, inputs, grad, retain_graph: inputs)
     torch.cuda = types.SimpleNamespace(
         is_available=lambda: card, get_device_name=lambda n: "fake card", Event=Event
     )

@@ -3,7 +3,7 @@
    Checked: contexts and the device of each stream, kernel and pointer; memory that is freed before a launch or a graph reads it;
    copies that a launch does not come after; what stream capture forbids; alignment, strides and boxes of tensor maps.
    A broken rule prints "stub: ..." and returns the driver's error. STUB_CC: compute capability; STUB_DEVICES: how many devices;
-   STUB_VERSION: of CUDA; STUB_TRACE: print every call. STUB_FAULT: kernels that never end ("hang"), or that access memory
+   STUB_VERSION: of CUDA; STUB_TRACE: print every call; STUB_DIVIDED: no part of L2 can be set aside. STUB_FAULT: kernels that never end ("hang"), or that access memory
    which is not theirs ("illegal"): every call that waits shows it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -22,7 +22,7 @@
 typedef struct { uint64_t at, size; int live; } Memory;
 typedef struct { uint64_t at, size, number; int stream; } Written;             /* the last copy to a range, and where it was enqueued */
 typedef struct { uint64_t handle; int device, legacy, captured, origin, unjoined; uint64_t seen[64]; } Stream;
-typedef struct { uint64_t handle, seen[64]; int captured, stream, recorded; uint64_t at; } Event;
+typedef struct { uint64_t handle, seen[64]; int captured, stream, recorded, launches; uint64_t at; } Event;
 typedef struct { uint64_t pointers[MOST]; int count, live; } Graph;
 
 static int launches, contexts[8], loaded;
@@ -58,7 +58,7 @@ static int enqueue(int s) {                                                    /
   return 0;
 }
 static int is_pinned(void *p);
-int pause(void);
+int pause(void), getpid(void);
 static int faulty(void) {                                                      /* what a wait for a kernel comes to */
   const char *fault = getenv("STUB_FAULT");
   if (launches && fault && !strcmp(fault, "hang")) for (;;) pause();
@@ -66,7 +66,7 @@ static int faulty(void) {                                                      /
 }
 
 int nothing(void) { return 0; }
-int cuInit(unsigned flags) { return 0; }
+int cuInit(unsigned flags);
 int cuDriverGetVersion(int *v) { *v = getenv("STUB_VERSION") ? atoi(getenv("STUB_VERSION")) : 13000; return 0; }
 int cuDeviceGet(int *d, int n) { if (n >= devices()) return 101; *d = n; return 0; }
 int cuDeviceGetCount(int *n) { *n = devices(); return 0; }
@@ -74,12 +74,15 @@ int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? atoi(getenv("STU
   : a == 108 || a == 109 ? 1 << 19 : 1; return 0; }                            /* at most 512 KB of L2 set aside, and of a window */
 int cuDeviceGetName(char *s, int n, int d) { strncpy(s, "STUB", n); return 0; }
 int cuDevicePrimaryCtxRetain(void **c, int d) { *c = contexts + d; return 0; }
-int cuCtxGetCurrent(void **c) { *c = depth ? contexts + stack[depth - 1] : 0; return 0; }
+static int owner;                                                              /* the process that has initialised: its children have not */
+int cuCtxGetCurrent(void **c) { if (owner && owner != getpid()) return 3; *c = depth ? contexts + stack[depth - 1] : 0; return 0; }
 int cuCtxGetDevice(int *d) { NEEDS_CONTEXT; *d = stack[depth - 1]; return 0; }
 int cuCtxSetCurrent(void *c) { if (!c) depth -= depth > 0; else stack[depth ? depth - 1 : depth++] = (int *)c - contexts; return 0; }
 int cuCtxPushCurrent_v2(void *c) { stack[depth++] = (int *)c - contexts; return 0; }
 int cuCtxPopCurrent_v2(void **c) { NEEDS_CONTEXT; *c = contexts + stack[--depth]; return 0; }
 int cuPointerGetAttribute(void *v, int a, uint64_t p) { *(int *)v = device_of(p); return 0; }
+
+int cuInit(unsigned flags) { owner = getpid(); return 0; }
 
 /* Memory */
 int cuMemAlloc_v2(uint64_t *p, size_t n) {
@@ -126,18 +129,17 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, void *from, size_t n, void *s) {
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, void *s) { NEEDS_CONTEXT; TRACE("from the card %zu on %lx\n", n, (long)s); return enqueue(stream_of(s)); }
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t n, void *s) { NEEDS_CONTEXT; return put(to, n, stream_of(s)); }
 
-/* Kernels; a function's handle says its device and its number, by which its cluster is known */
-static unsigned cluster_width[4096];
+/* Kernels; a function's handle says its device */
 int cuLibraryLoadData(void **l, const void *c, void *a, void *b, unsigned n, void *e, void *f, unsigned m) { UNSAFE; loaded++; *l = (void *)0x1000; return 0; }
 int cuLibraryGetKernel(void **k, void *l, const char *n) { *k = (void *)0x2000; return 0; }
 int cuKernelGetFunction(void **f, void *k) { NEEDS_CONTEXT; *f = (void *)(0x4000l + loaded * 16 + stack[depth - 1]); return 0; }
 int cuFuncSetAttribute(void *f, int a, int v) { NEEDS_CONTEXT;
   fprintf(stderr, "attribute %d = %d\n", a, v);
-  if (a == 11) cluster_width[((long)f - 0x4000) / 16 % 4096] = v;
   return 0;
 }
 int cuCtxSetLimit(int limit, size_t n) { NEEDS_CONTEXT; fprintf(stderr, "limit %d = %zu\n", limit, n); return 0; }
 int cuStreamSetAttribute(void *s, int a, void *v) { NEEDS_CONTEXT;                 /* accessPolicyWindow: base, bytes, hit ratio, two properties */
+  if (!s || getenv("STUB_DIVIDED")) FAIL(1, "a window of L2 for %s", s ? "a part of a card" : "the default stream");
   fprintf(stderr, "stream attribute %d: %llx %zu %g\n", a, *(unsigned long long *)v, ((size_t *)v)[1], ((float *)v)[4]);
   return 0;
 }
@@ -171,13 +173,13 @@ static int readable(uint64_t p, int s) {                                       /
         FAIL(700, "a captured launch whose operand's copy is still under way");
   return 0;
 }
-int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
-                   void **parameters, void **extra) { NEEDS_CONTEXT;
+static int launch(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
+                  void **parameters, unsigned width) { NEEDS_CONTEXT;
   int s = stream_of(stream), failed = enqueue(s);
   TRACE("kernel of %u blocks on %lx\n", gx * gy * gz, (long)stream);
   if (failed) return failed;
   if (!gx || !gy || !gz || gx >= 1u << 31 || gy > 65535 || gz > 65535) FAIL(1, "a grid of %u x %u x %u blocks", gx, gy, gz);
-  long device = ((long)f - 0x4000) % 16; unsigned width = cluster_width[((long)f - 0x4000) / 16 % 4096];
+  long device = ((long)f - 0x4000) % 16;
   if (device != streams[s].device) FAIL(400, "a kernel of device %ld on a stream of device %d", device, streams[s].device);
   if (width && gx % width) FAIL(1, "a grid of %u blocks in clusters of %u", gx, width);
   for (int i = 0; i < 8 && parameters[i]; i++) {                                                /* the first are pointers, to tables too */
@@ -191,6 +193,19 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   return 0;
 }
 
+int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
+                   void **parameters, void **extra) { return launch(f, gx, gy, gz, bx, by, bz, shared, stream, parameters, 0); }
+typedef struct { unsigned grid[3], block[3], shared; void *stream; struct { int id, pad; unsigned value[16]; } *attributes; unsigned count; } Config;
+int cuLaunchKernelEx(Config *c, void *f, void **parameters, void **extra) {
+  unsigned width = 0;
+  for (unsigned i = 0; i < c->count; i++) {
+    unsigned *v = c->attributes[i].value;
+    fprintf(stderr, "launch attribute %d = %u %u %u\n", c->attributes[i].id, v[0], v[1], v[2]);
+    if (c->attributes[i].id == 4) width = v[0];                                 /* the cluster's dimensions */
+  }
+  return launch(f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream, parameters, width);
+}
+
 /* Streams, events and graphs: what is asked for, in its order. */
 int cuStreamCreate(void **s, unsigned flags) { NEEDS_CONTEXT; static long next = 0x5000; *s = (void *)(next += 0x10); TRACE("new stream %lx\n", next); stream_of(*s); return 0; }
 int cuEventCreate(void **e, unsigned flags) { NEEDS_CONTEXT; static long next = 0x6000; *e = (void *)(next += 0x10); events[event_count++ % MOST].handle = next; return 0; }
@@ -200,12 +215,13 @@ int cuEventRecord(void *e, void *stream) {
   Event *x = event_of(e);
   TRACE("record %lx on %lx\n", (long)e, (long)stream);
   memcpy(x->seen, streams[s].seen, sizeof x->seen);
-  x->seen[s] = now; x->captured = streams[s].captured; x->stream = s; x->recorded = 1; x->at = now;
+  x->seen[s] = now; x->captured = streams[s].captured; x->stream = s; x->recorded = 1; x->at = now; x->launches = launches;
   return 0;
 }
 int cuEventQuery(void *e) { UNSAFE; Event *x = event_of(e); return x->recorded && x->at > host_seen[x->stream] ? 600 : 0; }
 int cuEventSynchronize(void *e) { UNSAFE; if (faulty()) return faulty(); Event *x = event_of(e); for (int i = 0; i < 64; i++) if (x->seen[i] > host_seen[i]) host_seen[i] = x->seen[i]; return 0; }
-int cuEventElapsedTime(float *ms, void *a, void *b) { *ms = 1; return 0; }
+/* a millisecond for each launch between two events */
+int cuEventElapsedTime(float *ms, void *a, void *b) { int n = event_of(b)->launches - event_of(a)->launches; *ms = n > 0 ? n : 1; return 0; }
 int cuStreamWaitEvent(void *stream, void *e, unsigned flags) {
   int s = stream_of(stream);
   Event *x = event_of(e);

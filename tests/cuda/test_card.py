@@ -8,7 +8,7 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 
 import numflash
 from numflash.cuda.device import current_device
-from numflash.cuda.validate import child
+from numflash.cuda.validate import kernels
 from numflash.cuda.validate.families import families
 
 pytestmark = pytest.mark.gpu
@@ -17,8 +17,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.slow
 def test_every_case_of_the_emulator():
     device = current_device()
-    rows = [row for x in families(device.arch) for row in child.checks(x, device)]
-    assert rows and [row["case"] for row in rows if not row["passed"]] == []
+    steps = [step for x in families(device.arch) for step in kernels.checks(x, device.arch)]
+    wrong = [step.name for step in steps for row in step.run(device) if not row["passed"]]
+    assert steps and wrong == []
 
 
 def test_attention_on_the_card():

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -36,7 +37,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMFLASH_CUBINS", str(tmp_path))
     monkeypatch.setattr(compiler, "_loaded", {})
     yield tmp_path
-    cubins.manifest.cache_clear()
+    cubins.forget()
 
 
 def test_a_kernel_comes_from_the_folder(folder, monkeypatch):
@@ -51,7 +52,7 @@ def test_a_kernel_comes_from_the_folder(folder, monkeypatch):
 
 def test_folders_that_cannot_be_used(folder):
     def said():
-        cubins.manifest.cache_clear()
+        cubins.forget()
         compiler._loaded.clear()
         with pytest.raises(UnsupportedError, match="NUMFLASH_CUBINS") as found:
             compiled(decode_combine, "sm_80", "cubin", **SMALL)
@@ -75,6 +76,17 @@ def test_more_kernels_join_the_folder(folder):
     assert len(json.loads((folder / "manifest.json").read_text())["kernels"]) == 2
 
 
+def test_a_kernel_of_a_score_function_joins_the_folder(folder, monkeypatch):
+    """It is compiled in the process that has planned it: no other one knows its code."""
+    built = []
+    monkeypatch.setattr(build, "_build", lambda key, folder: built.append(key) or ENTRY)
+    monkeypatch.setattr(build, "ProcessPoolExecutor", None)
+    key = key_of(decode_combine, "sm_80", SMALL | {"functions": "of some code"})
+    build.write({key}, str(folder))
+    assert built == [key]
+
+
+ENTRY = {"kernel": "one", "file": "manifest.json"}
 NO_COMPILER = """
 import sys
 for name in ("numba_cuda", "numba.cuda", "cuda.bindings.nvvm", "cuda.bindings.nvjitlink"):
@@ -106,6 +118,64 @@ def test_a_machine_without_a_compiler(driver, tmp_path):  # noqa: F811
     assert shape == "(1, 2, 70, 64)" and "launch grid 1 1 1 block 512" in done.stderr
     assert "has no flash_hopper(" in missing and "softcap=True" in missing
     assert "pip install 'numflash[cuda]'" in missing and "pip install 'numflash[cuda]'" in emulated
+
+
+OPENED = """
+from numflash.cuda.device.driver import open_driver
+from numflash.errors import UnsupportedError
+try:
+    open_driver()
+    print("opened")
+except UnsupportedError as error:
+    print(error)
+"""
+
+
+@needs_compiler
+def test_the_driver_is_as_new_as_the_machine_code(driver, folder):  # noqa: F811
+    """Not as the bindings: a folder may be of another CUDA version than they."""
+
+    def said(linker, version):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["tools"]["nvidia-nvjitlink"] = linker
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        return run(driver, OPENED, "80", STUB_VERSION=version, NUMFLASH_CUBINS=str(folder)).stdout
+
+    assert said("12.9.86", "12080") == "opened\n"
+    assert "supports CUDA 12.8; allowed: CUDA 13.0 or later (driver 580" in said("13.5.37", "12080")
+    assert said("toolkit 13.0", "13000") == "opened\n"
+
+
+MISFIT = """
+import importlib.abc, sys
+class Misfit(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba_cuda" or name.startswith("numba.cuda"):
+            raise AttributeError("module 'numba.cuda.types' has no attribute 'NPDatetime'")
+sys.meta_path.insert(0, Misfit())
+"""
+
+
+def test_a_compiler_that_does_not_go_with_numba(tmp_path):
+    """It raises more than ImportError; the package can be imported, and says what is wrong."""
+    code = (
+        MISFIT
+        + """
+import numflash.cuda
+from numflash.cuda.compile import compiled
+from numflash.cuda.kernels.decode_combine import decode_combine
+try:
+    compiled(decode_combine, "sm_80", "cubin", dv=32, row_tiles=1, exact=False)
+except numflash.errors.UnsupportedError as error:
+    print(error)
+"""
+    )
+    environment = {**os.environ, "NUMFLASH_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert "in versions that go together" in done.stdout, done.stderr
+    assert "AttributeError: module 'numba.cuda.types' has no attribute" in done.stdout
 
 
 def test_a_toolkit_without_the_wheel_of_nvvm(monkeypatch, tmp_path):

@@ -269,7 +269,10 @@ device = card.current_device()
 q, k, v, _ = study.problem(128, 64, 0)
 for rung in study.LADDER:
     if rung.runs_on(device.arch):
-        device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v))
+        with device.stream() as stream:
+            device.prepared(
+                study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v), stream=stream
+            )
         print(rung.number)
 """
 
@@ -330,3 +333,16 @@ def test_the_stub_sees_broken_rules(driver, fault):  # noqa: F811
     code = "from numflash.cuda.device import constants as con, driver as drv\n" + change
     _, said = lines(driver, code + f"print(refused(lambda: exec({PLAIN!r}, globals())))")
     assert wanted in said, said
+
+
+FAULTY = """
+from cuda.bindings import driver as d
+d.cuPointerGetAttribute = lambda attribute, address: (d.CUresult.CUDA_SUCCESS, 0)
+from numflash.cuda.device.driver import device_of, open_driver
+print([device_of(open_driver(), 0x700000000000 + (n << 40)) for n in (0, 1)])
+"""
+
+
+def test_bindings_that_say_device_0_of_every_address(driver):  # noqa: F811
+    """NVIDIA/cuda-python, issue 2928: the driver itself is asked."""
+    assert run(driver, FAULTY, "80", STUB_DEVICES="2").stdout.strip() == "[0, 1]"

@@ -126,11 +126,10 @@ except Exception as error:
 
 
 def test_clusters(driver):
-    """CUfunction_attribute 11 to 13: the required cluster's width, height and depth."""
+    """CUlaunchAttributeID 4: the cluster's width, height and depth."""
     done = run(driver, CLUSTER, "90")
-    assert [line for line in done.stderr.splitlines() if "attribute" in line] == [
-        f"attribute {11 + n} = {b}" for n, b in enumerate((2, 1, 1))
-    ]
+    lines = [line for line in done.stderr.splitlines() if "attribute" in line]
+    assert lines == ["launch attribute 4 = 2 1 1"] * 2
     assert "launch grid 4 1 1 block 32" in done.stderr
     assert "a grid of 3 blocks in clusters of 2" in done.stderr and "DriverError" in done.stdout
 
@@ -140,7 +139,9 @@ def test_wide_heads_are_launched_in_clusters(driver):
     """Two tiles of rows of two heads, on whole clusters of the stub's multiprocessors."""
     code = SOLVE.format(d=128).replace("1, 2, 70", "1, 2, 200")
     done = run(driver, code, "90")
-    assert "attribute 11 = 2" in done.stderr and "launch grid 2 1 1 block 384" in done.stderr
+    assert (
+        "launch attribute 4 = 2 1 1" in done.stderr and "launch grid 2 1 1 block 384" in done.stderr
+    )
 
 
 RESIDENT = """
@@ -419,7 +420,12 @@ def test_l2_window(driver, nbytes, limit, window):
 
     The driver refuses more than the card's largest window, 512 KB for the stub's.
     """
-    code = f"from numflash.cuda.device import current_device; current_device().persist(0, 0x700000000000, {nbytes}, 0.5)"
+    code = f"""
+from numflash.cuda.device import current_device
+device = current_device()
+with device.stream() as stream:
+    device.persist(stream, 0x700000000000, {nbytes}, 0.5)
+"""
     done = run(driver, code, "80")
     assert (
         f"limit 6 = {limit}\n" in done.stderr
@@ -433,9 +439,66 @@ from numflash.cuda.device import current_device
 device = current_device()
 rung = study.LADDER[0]
 q, k, v, expected = study.problem(128, 64, 0)
-device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v))
+with device.stream() as stream:
+    device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v), stream=stream)
 study.clock(128)
 """
+DIVIDED = """
+from numflash.cuda import study
+study.validated = lambda *arguments: 0.0
+print(study.clock_rung(study.LADDER[0], study.problem(128, 64, 0)))
+"""
+
+
+def test_a_card_that_sets_no_part_of_l2_aside(driver):
+    """As a part of a divided card: the rung has one time instead of none."""
+    assert run(driver, DIVIDED, "80").stdout == "(0.001, 0.001)\n"
+    assert run(driver, DIVIDED, "80", STUB_DIVIDED="1").stdout == "(0.001, None)\n"
+
+
+GROUPS = """
+from numflash.cuda.device import current_device, median_seconds
+from numflash.cuda.device import device as module
+device, made = current_device(), []
+record = device.driver.cuEventRecord
+def noted(event, stream):
+    made.append("event")
+    return record(event, stream)
+device.driver.cuEventRecord = noted
+module.GROUP = 4e-3  # each launch takes the stub a millisecond
+def work():
+    made.append("launch")
+print(median_seconds(device, work), "".join(x[0] for x in made[-6:]), made.count("launch"))
+"""
+
+
+def test_groups_of_launches_are_timed(driver):
+    """Nothing but launches stands between two events: what the host does there is not measured."""
+    seconds, last, launches = run(driver, GROUPS, "80").stdout.split()
+    # nothing is launched on the stub here, whose shortest time is a millisecond
+    assert last == "elllle" and int(launches) == 3 + 4 * 20 and float(seconds) == 1e-3 / 4
+
+
+FORKED = """
+import os
+from numflash.cuda.device import current_device
+device = current_device()
+if os.fork() == 0:
+    try:
+        device.active().__enter__()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_forked_process_is_told_to_be_spawned(driver):
+    said = run(driver, FORKED, "80").stdout
+    assert said.startswith(
+        "DriverError CUDA driver: it is not initialised in this process, which was"
+    )
+    assert "'spawn'" in said
 
 
 def test_the_ladder_is_validated_on_a_card_before_it_is_timed(driver):
@@ -462,23 +525,43 @@ def test_launch_on_hopper_encodes_tensor_maps(driver):
 
 REFUSED = """
 from numflash.cuda.device import current_device
-from numflash.errors import DriverError
-from numflash.cuda.validate import attention as validate, cases
-def run(problem):
-    raise (DriverError("refused") if problem.precision == "float16" else validate.UnsupportedError("no kernel"))
-validate.launch.run, validate.expected.get = run, lambda *arguments: []
-for row in validate.check(current_device(), (cases.CASES[0], cases.CASES[10])):
-    print(row["passed"], row.get("error"), row.get("skipped"))
+from numflash.cuda.validate import child, steps
+from numflash.errors import DriverError, UnsupportedError
+def raises(error):
+    def run(*given):
+        raise error
+    return run
+device, said, broken = current_device(), [], []
+key = ("factory", "sm_80", ())
+child.compiled, child.labels = (lambda *given, **constants: None), (lambda keys: ["its kernel"])
+for kernels, run in (
+    (raises(UnsupportedError("no kernel")), None),
+    (lambda: [key], raises(UnsupportedError("no such cubin"))),
+    (lambda: [key], raises(DriverError("refused"))),
+):
+    try:
+        broken += child.run_step(steps.Step("one", kernels, run), "case", device, set(), said.append)
+    except DriverError:
+        print("the process ends")
+for row in said:
+    if "case" in row:
+        print(row["case"]["passed"], row["case"].get("error"), row["case"].get("skipped"))
+print(broken)
 """
 
 
 def test_what_the_driver_refuses_is_a_failure(driver):
-    """And what has no kernel is none.
+    """And what has no kernel is none, but a kernel that a folder lacks is one.
 
-    Float16 on a card whose driver calls fail, then an option that is refused.
+    The driver's error ends the process: nothing is run in a context that may be of no use.
     """
-    done = run(driver, REFUSED, "80")
-    assert done.stdout.splitlines() == ["False refused None", "True None no kernel"]
+    assert run(driver, REFUSED, "80").stdout.splitlines() == [
+        "the process ends",
+        "True None no kernel",
+        "False UnsupportedError: no such cubin None",
+        "False DriverError: refused None",
+        "['its kernel']",
+    ]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Against the stub driver, with stand-ins for PyTorch and Triton.
 import json
 import sys
 import types
+from concurrent.futures import Future
 from pathlib import Path
 
 import fake_torch
@@ -45,32 +46,50 @@ CARD = {"card": {"device": "STUB", "arch": "sm_90a", "multiprocessors": 1, "driv
 CHILD = """
 import json, os, sys, time
 request = json.loads(sys.argv[1])
+family, done, software = (request.get(x) for x in ("family", "done", "software"))
 def say(**row):
     print(json.dumps(row), flush=True)
+def step(place, name, limit=1.0):
+    if [place, name] in done:
+        return False
+    say(step=dict(place=place, name=name, kernels=[name + " of " + family], limit=limit))
+    return True
 if request.get("describe"):
     say(**{card})
     sys.exit()
-family = request["family"]
+if software:
+    say(software=dict(torch="2.0"))
+    sys.exit()
 print("a library's own words")
-say(case=dict(case="first", passed=family != "forward bfloat16"))
-if family == "forward int8":
-    time.sleep(100)
-if family == "backward float16":
-    os.abort()
-if family == "decode float16":
-    sys.exit("CUDA driver: CUDA_ERROR_ILLEGAL_ADDRESS")
-if family != "forward bfloat16":
-    say(phase="timings")
+if step("case", "first"):
+    say(case=dict(case="first", passed=family != "forward bfloat16"))
+if step("case", "second"):
+    if family == "forward int8":
+        time.sleep(100)
+    if family == "decode float16":
+        say(case=dict(case="second", passed=False, error="CUDA_ERROR_ILLEGAL_ADDRESS"))
+        sys.exit("CUDA driver: CUDA_ERROR_ILLEGAL_ADDRESS")
+    say(case=dict(case="second", passed=True))
+if step("timing", "one"):
+    if family == "backward float16":
+        os.abort()
     say(timing=dict(kernel="numflash float16", L=64, D=64, causal=False, seconds=1e-3, tflops=300.0))
-    if family == "rates":
-        say(timing=dict(kernel="products float16", seconds=1.0, tflops=600.0))
+if step("timing", "two"):
+    say(timing=dict(kernel="products float16", seconds=1.0, tflops=600.0, broken=request["broken"]))
 """
+
+
+def nothing_ahead(pool, listed, arch):
+    """All is there already."""
+    ready = Future()
+    ready.set_result([])
+    return {family.name: ready for family in listed}
 
 
 @pytest.fixture
 def validation(monkeypatch, tmp_path):
     """run(*arguments, child=...): what it returns and its file, without compiling anything."""
-    monkeypatch.setattr(validate, "ahead", lambda pool, listed, arch: {x.name: [] for x in listed})
+    monkeypatch.setattr(validate, "ahead", nothing_ahead)
     monkeypatch.setattr(validate.signal, "signal", lambda *arguments: None)
     file = tmp_path / "found.json"
 
@@ -95,25 +114,74 @@ FAULTY = (
 )
 
 
-def test_a_family_that_ends_badly_leaves_the_others(validation, monkeypatch, tmp_path, capsys):
-    """A deadlock, an illegal access, an abort and a wrong result; then the page of it all."""
-    monkeypatch.setattr(validate, "LIMIT", 2.0)
+def test_a_step_that_ends_badly_leaves_the_others(validation, tmp_path, capsys):
+    """A deadlock, an illegal access, an abort and a wrong result: each loses its own step, and the
+    other steps of its family run in another process. Then the page of it all.
+    """
     page = tmp_path / "page.html"
     code, found = validation("--families", *FAULTY, "--page", str(page))
     rows = {row["family"]: row for row in found["families"]}
     assert code == 1 and tuple(rows) == FAULTY and "stopped" not in found
     assert [row["state"] for row in rows.values()] == [
-        "passed", "passed", "killed", "crashed", "crashed", "failed", "passed",
+        "passed", "passed", "failed", "failed", "failed", "failed", "passed",
     ]  # fmt: skip
-    assert rows["forward int8"]["why"] == "no end within 2 s"
-    assert "ILLEGAL_ADDRESS" in rows["decode float16"]["why"]
-    assert "SIGABRT" in rows["backward float16"]["why"]
-    assert [len(row["timings"]) for row in rows.values()] == [1, 2, 0, 0, 0, 0, 1]
-    assert all(len(row["cases"]) == 1 for row in rows.values())
+    for family, what in (
+        ("forward int8", "1 processes ended badly: second: killed: nothing within 1 s"),
+        ("decode float16", "ILLEGAL_ADDRESS"),
+        ("backward float16", "1 have no time: one; 1 processes ended badly: one: crashed: signal SIGABRT"),
+        ("forward bfloat16", "1 problems differ: first"),
+    ):  # fmt: skip
+        assert what in rows[family]["why"]
+    for row in rows.values():  # every step has one row, whatever happened
+        assert [case["step"] for case in row["cases"]] == ["first", "second"]
+        assert [one["step"] for one in row["timings"]] == ["one", "two"]
+    assert rows["forward int8"]["cases"][1]["error"] == "killed: nothing within 1 s"
+    assert "SIGABRT" in rows["backward float16"]["timings"][0]["error"]
+    # a process is told which kernels broke, also those of other families
+    assert rows["backward bfloat16"]["timings"][1]["broken"] == [
+        "first of forward bfloat16", "second of decode float16", "second of forward int8",
+    ]  # fmt: skip
     assert rows["forward float16"]["timings"][0]["share_of_products"] == 0.5
+    assert found["software"] == {"torch": "2.0"}
     html = page.read_text()
-    assert "ILLEGAL_ADDRESS" in html and "50 %" in html and "STUB" in html and "killed" in html
+    assert "ILLEGAL_ADDRESS" in html and "50 %" in html and "STUB" in html and "failed" in html
     assert "backward bfloat16: passed" in capsys.readouterr().err
+
+
+def test_a_family_ends_after_some_processes(validation, monkeypatch):
+    """One that always ends badly does not take the time of the others; nor one that never starts."""
+    always = CHILD.replace(
+        'print("a library', "step('case', str(len(done))) and os.abort()\nprint(\"a library"
+    )
+    _, found = validation("--families", "forward float16", "rates", child=always)
+    assert [len(row["cases"]) for row in found["families"]] == [validate.MOST_ENDS] * 2
+    never = CHILD.replace('print("a library', 'os.abort()\nprint("a library')
+    _, found = validation("--families", "forward float16", "rates", child=never)
+    assert [row["cases"] for row in found["families"]] == [[], []]
+    assert "its start: crashed: signal SIGABRT" in found["families"][1]["why"]
+
+
+def test_frameworks_that_do_not_load(validation, monkeypatch):
+    """Their versions are asked in a process with a limit, after everything else."""
+    monkeypatch.setattr(validate, "SOFTWARE", 1.0)
+    slow = CHILD.replace("if software:", "if software:\n    time.sleep(100)")
+    code, found = validation("--families", "rates", child=slow)
+    assert code == 0 and found["software"] == {"torch": "none: killed: no time left"}
+
+
+def test_a_run_that_goes_on(validation, monkeypatch):
+    """--resume keeps what passed, and runs what did not: of the same kernels and card."""
+    chosen = ("--families", "rates", "forward bfloat16")
+    validation(*chosen)
+    mended = CHILD.replace('family != "forward bfloat16"', "True").replace("1e-3", "2e-3")
+    code, found = validation("--resume", *chosen, child=mended)
+    assert code == 0 and [row["state"] for row in found["families"]] == ["passed", "passed"]
+    again = [[one["seconds"] for one in row["timings"]] for row in found["families"]]
+    assert again == [[1e-3, 1.0], [1e-3, 1.0]]
+    assert [one["step"] for one in found["families"][1]["cases"]] == ["second", "first"]
+    monkeypatch.setattr(validate, "source_digest", lambda: "others")
+    code, found = validation("--resume", *chosen, child=mended)
+    assert [row["timings"][0]["seconds"] for row in found["families"]] == [2e-3, 2e-3]
 
 
 def test_the_file_is_whole_at_every_row(validation, monkeypatch):
@@ -130,12 +198,12 @@ def test_the_file_is_whole_at_every_row(validation, monkeypatch):
     monkeypatch.setattr(validate, "_write", interrupted)
     code, found = validation("--families", "forward float16", "rates")
     assert code == 1 and found["stopped"].startswith("KeyboardInterrupt")
-    assert [len(x["families"][0]["timings"]) for x in seen] == [0, 1, 1]
+    assert [len(x["families"][0]["cases"]) for x in seen] == [1, 2, 2]
 
 
 def test_no_more_than_its_minutes(validation):
     code, found = validation("--minutes", "0.0001", "--families", "forward float16", "rates")
-    assert code == 1 and {row["state"] for row in found["families"]} <= {"killed", "not run"}
+    assert code == 1 and {row["state"] for row in found["families"]} <= {"failed", "not run"}
     assert found["families"][1]["why"] == "no time left"
 
 
@@ -150,11 +218,10 @@ def test_a_card_that_cannot_be_opened(validation, capsys):
 
 def on_the_stub(driver, monkeypatch, tmp_path, capability, *arguments, plant=""):  # noqa: F811
     """A run whose children launch through the stub driver."""
-    monkeypatch.setattr(validate, "ahead", lambda pool, listed, arch: {x.name: [] for x in listed})
+    monkeypatch.setattr(validate, "ahead", nothing_ahead)
     monkeypatch.setattr(validate.signal, "signal", lambda *arguments: None)
     child = Path(__file__).with_name("validate_child.py")
     monkeypatch.setattr(validate, "CHILD", (sys.executable, str(child)))
-    monkeypatch.setattr(validate.peers, "software", lambda: {"torch": "fake"})
     for name, value in (
         ("LD_LIBRARY_PATH", str(driver)), ("STUB_CC", capability), ("STUB_PLANT", plant),
     ):  # fmt: skip
@@ -168,7 +235,6 @@ def on_the_stub(driver, monkeypatch, tmp_path, capability, *arguments, plant="")
 @pytest.mark.slow
 def test_planted_faults_on_the_stub_driver(driver, monkeypatch, tmp_path):  # noqa: F811
     """Kernels that never end, and an illegal access that the driver reports at the next wait."""
-    monkeypatch.setattr(validate, "LIMIT", 12.0)
     chosen = ("forward float16", "rates", "decode int8")
     code, found = on_the_stub(
         driver, monkeypatch, tmp_path, "90", "--families", *chosen,
@@ -176,8 +242,10 @@ def test_planted_faults_on_the_stub_driver(driver, monkeypatch, tmp_path):  # no
     )  # fmt: skip
     forward, rates, decode = found["families"]
     assert code == 1 and found["device"] == "STUB" and found["arch"] == "sm_90a"
-    assert "ILLEGAL_ADDRESS" in forward["cases"][0]["error"] and forward["state"] == "crashed"
-    assert decode["state"] == "killed" and decode["timings"] == []
+    assert "ILLEGAL_ADDRESS" in forward["cases"][0]["error"] and forward["state"] == "failed"
+    assert forward["why"].count("ILLEGAL_ADDRESS") == validate.MOST_ENDS  # each step's own process
+    assert all("error" in one for one in forward["timings"])
+    assert "killed: nothing within" in decode["cases"][0]["error"] and decode["state"] == "failed"
     assert rates["state"] == "passed" and [row["kernel"] for row in rates["timings"]] == [
         "products float16", "products int8", "copy",
     ]  # fmt: skip
@@ -191,7 +259,7 @@ def test_every_family_on_the_stub_driver(driver, monkeypatch, tmp_path, capabili
     tutorial.write_text(TUTORIAL.format(before="pass"))
     code, found = on_the_stub(driver, monkeypatch, tmp_path, capability, "--triton", str(tutorial))
     rows = {row["family"]: row for row in found["families"]}
-    wrong = {"forward variants", "ladder of the study kernels"}  # the oracle sees zeros
+    wrong = {"ladder of the study kernels"}  # its float64 sees zeros
     assert {name for name, row in rows.items() if row["state"] != "passed"} == wrong, found
     assert ("forward bfloat16" in rows) == (capability != "75")
     own = [row["kernel"] for row in rows["forward float16"]["timings"]]
@@ -201,12 +269,13 @@ def test_every_family_on_the_stub_driver(driver, monkeypatch, tmp_path, capabili
     assert [row["kernel"] for row in rows["forward peers"]["timings"][:3]] == [
         "torch flash", "torch cudnn", "triton tutorial",
     ]  # fmt: skip
+    assert found["software"]["torch"] == "fake"
     assert [row["kernel"] for row in rows["decode float16"]["timings"]] == [
         "decode float16", "decode float16 step in a graph",
     ]  # fmt: skip
     flop = 4 * 2 * 64 * 64 * 64
     backward = rows["backward float16"]["timings"][2]
-    assert backward["D"] == 64 and backward["tflops"] == pytest.approx(2.5 * flop / 1e-3 / 1e12)
+    assert backward["D"] == 64 and backward["tflops"] == pytest.approx(2.5 * flop / 3e-3 / 1e12)
     assert all(goal["shapes"] for goal in found["targets"] if goal["against"] == "torch flash")
 
 
@@ -271,11 +340,23 @@ def test_flash_attention_takes_its_own_layout(torch, monkeypatch):
 def test_peers_that_are_not_there(torch, monkeypatch, tmp_path):
     """Without PyTorch, where PyTorch sees no card, and a file of Triton's that cannot be loaded."""
     torch(card=False)
-    assert found() == {"torch": "PyTorch fake sees no card"} and peers.software() == {
-        "torch": "none: PyTorch fake sees no card"
-    }
+    assert peers.software() == {"torch": "none: PyTorch fake sees no card"}
+    steps = list(peers.timings((64, 128), False, None))
+    rows = [row for step in steps for row in step.run(None)]
+    assert len(steps) == 16 and rows == [  # said once
+        {"kernel": "torch flash", "error": "PyTorch fake sees no card"}
+    ]
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "torch" in found()["torch"]
+    with pytest.raises(peers.Missing, match="torch"):
+        found()
+
+    class Damaged:
+        def __getattr__(self, name):
+            raise OSError("libcudart.so: cannot open")
+
+    monkeypatch.setitem(sys.modules, "torch", Damaged())  # raises more than ImportError
+    with pytest.raises(peers.Missing, match="OSError: libcudart"):
+        found()
     file = tmp_path / "tutorial.py"
     file.write_text("import no_such_triton\n")
     for path in (file, tmp_path / "none.py"):
@@ -318,13 +399,29 @@ def test_families():
     """Hopper's forward kernels first; each problem once; what has no kernel is left out."""
     whole = families.families("sm_90a")
     assert [x.name for x in whole][:2] == ["forward float16", "rates"]
-    listed = [case[0] for x in whole if x.kind != "decode" for case in x.cases]
-    assert sorted(listed) == sorted(case[0] for case in cases.CASES + cases.GRADIENTS)
+    listed = [case[0] for x in whole if x.kind != "decode" for case in (*x.cases, *x.long)]
+    all_cases = cases.CASES + cases.LONG_CASES + cases.GRADIENTS + cases.LONG_GRADIENTS
+    assert sorted(listed) == sorted(case[0] for case in all_cases)
     assert not any("bfloat16" in x.name for x in families.families("sm_75"))
     quick = families.families("sm_90a", quick=True)
     assert quick[0].lengths == cases.QUICK_LENGTHS and len(quick[0].cases) < len(whole[0].cases)
-    assert all(x.cases for x in families.families("sm_90a", lengths=()))
-    assert validate.BUDGETS == {False: 540.0, True: 240.0}
+    assert all(x.cases or x.kind == "frameworks" for x in families.families("sm_90a", lengths=()))
+    assert validate.BUDGETS == {False: 540.0, True: 450.0}
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_names_of_steps(arch):
+    """A step is known by its name, to run it once and to leave it out."""
+    for family in families.families(arch):
+        for steps in (kernels.checks(family, arch), kernels.timings(family, arch, "file")):
+            names = [step.name for step in steps]
+            assert len(set(names)) == len(names)
+
+
+def test_a_medium_length_is_timed_first():
+    order = [shape[3] for shape, _ in attention.shapes(cases.LENGTHS)]
+    assert order[::4] == [4096, 16384, 8192, 2048, 1024, 512]
+    assert [shape[3] for shape, _ in attention.shapes((64,))] == [64] * 4
 
 
 def test_the_emulators_results_come_from_files(monkeypatch, tmp_path):
@@ -352,8 +449,9 @@ def test_the_emulators_results_come_from_files(monkeypatch, tmp_path):
 
 
 def test_what_is_compiled_ahead(monkeypatch):
-    """Each kernel and problem once, in the order of the families."""
-
+    """Each kernel and problem once, in the order of the families, but for what is there already and
+    for a score function's kernel, which another process cannot compile.
+    """
     made = []
 
     class Pool:
@@ -361,11 +459,19 @@ def test_what_is_compiled_ahead(monkeypatch):
             made.append((work.__name__, given))
             return len(made)
 
-    monkeypatch.setattr(validate, "kernels_of", lambda family, arch: {("same", arch, ())})
-    one, two = (families.Family(n, "forward", cases=(("case", n),)) for n in "ab")
-    assert validate.ahead(Pool(), [one, two], "sm_80") == {"a": [1, 2], "b": [1, 3]}
-    assert made[0] == ("compile_one", (("same", "sm_80", ()),))
-    assert made[2] == ("made", ("forward", ("case", "b"), "sm_80"))
+    key, there, function = (
+        ("same", "sm_80", constants) for constants in ((), (("d", 64),), (("functions", "x"),))
+    )
+    monkeypatch.setattr(validate, "kernels_of", lambda family, arch: {key, there, function})
+    monkeypatch.setattr(
+        validate, "is_ready", lambda factory, arch, kind, **constants: bool(constants)
+    )
+    monkeypatch.setattr(validate.expected, "there", lambda kind, case, arch: case[1] == "c")
+    one, two = (families.Family(n, "forward", cases=(("case", n), ("case", "c"))) for n in "ab")
+    waiting = validate.ahead(Pool(), [one, two], "sm_80")
+    assert {name: needs.result(10) for name, needs in waiting.items()} == {"a": [1, 2], "b": [1, 3]}
+    assert made[0] == ("compile_one", (key,))
+    assert made[2] == ("expect_one", ("forward", ("case", "b"), "sm_80"))
 
 
 def test_kernels_of_a_family():

@@ -18,11 +18,14 @@ from numflash.cuda.validate import (  # noqa: E402
     attention,
     cases,
     child,
+    compare,
     decode,
     decode_cases,
     expected,
     families,
+    frameworks,
     rates,
+    variants,
 )
 
 
@@ -38,22 +41,27 @@ def uncompiled(factory, arch, kind, **constants):
     )
 
 
-device.compiled = resident.compiled = rates.compiled = uncompiled
+device.compiled = resident.compiled = rates.compiled = child.compiled = uncompiled
 families.CASES = cases.CASES[:1] + cases.CASES[10:11]
+families.LONG_CASES = families.LONG_GRADIENTS = ()
 families.GRADIENTS = cases.GRADIENTS[:1]
 attention.ROWS, attention.CHANNELS = 64, 128
-attention.VARIANT_SHAPE = (1, 16, 16, 64, 64, 128)
+variants.CHECKED = variants.TIMED = (1, 16, 16, 64, 64, 128)
 decode_cases.CASES = decode_cases.CASES[:1]
 decode.LONG = {
     "batch": 1, "heads": 4, "kv_heads": 2, "length": 512, "d": 64, "chunk": 256,
 }  # fmt: skip
-expected.get = lambda kind, case, arch: (
-    decode_cases.results(case, "cuda") if kind == "decode" else []
-)
-check = decode.check
-decode.check = lambda *arguments: (row | {"passed": True} for row in check(*arguments))
-attention.compare = lambda *arguments: {"passed": True}
-attention.gradient_row = lambda *arguments: {"passed": True}
+expected.get = lambda *arguments: []
+frameworks.checks = lambda arch: iter(())
+for module, name in (
+    (compare, "forward"),
+    (compare, "on_the_card"),
+    (compare, "gradients"),
+    (decode, "compared"),
+):
+    setattr(module, name, lambda *arguments: {"passed": True})
+compare.sample = lambda *arguments: 0.0
+decode.wrong = lambda *arguments: {}
 plants = dict(x.split("=") for x in os.environ.get("STUB_PLANT", "").split(";") if x)
 os.environ["STUB_FAULT"] = plants.get(json.loads(sys.argv[1]).get("family"), "")
 sys.exit(child.main())

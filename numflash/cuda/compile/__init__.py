@@ -10,8 +10,10 @@ from .compiler import (
     Key,
     Source,
     cache_directory,
+    code_version,
     compile_source,
     compiled,
+    is_ready,
     tool_versions,
 )
 
@@ -21,7 +23,9 @@ __all__ = [
     "Key",
     "Source",
     "cache_directory",
+    "code_version",
     "compile_source",
     "compiled",
+    "is_ready",
     "tool_versions",
 ]

@@ -16,6 +16,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from ...jit.interrupts import uninterrupted
 from ...jit.trust import read
 from ...jit.whole import write_whole
 from ...tiling import SHARED_MEMORY
-from .cubins import ready
+from .cubins import made_by, ready
 
 logger = logging.getLogger("numflash")
 
@@ -183,6 +184,19 @@ def tool_versions() -> dict[str, str]:
     return found
 
 
+def code_version() -> int | None:
+    """The CUDA version of the machine code that is loaded: the folder's of ready cubins, or the
+    linker's. None where neither is known.
+    """
+    folder = os.environ.get("NUMFLASH_CUBINS")
+    try:
+        tools = made_by(folder) if folder else tool_versions()
+    except UnsupportedError:  # no compiler, or a folder that is refused when a kernel is asked for
+        return None
+    found = re.match(r"(?:toolkit )?(\d+)\.", tools.get("nvidia-nvjitlink", ""))
+    return int(found[1]) if found else None
+
+
 def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:
     versions = list(tool_versions().values())
     source = source_digest(factory.__code__.co_filename)
@@ -236,12 +250,28 @@ def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: 
     return _loaded.setdefault(wanted, found)
 
 
+def is_ready(factory: Callable[..., Source], arch: str, kind: str, **constants: Any) -> bool:
+    """Whether `compiled` has the kernel without compiling it."""
+    folder = os.environ.get("NUMFLASH_CUBINS") if kind == "cubin" else None
+    try:
+        if folder and ready(folder, factory, arch, constants) is not None:
+            return True
+        return _read(_path(factory, arch, kind, constants)) is not None
+    except UnsupportedError:  # a folder that cannot be used, or no compiler
+        return False
+
+
+def _path(factory: Callable[..., Source], arch: str, kind: str, constants: dict[str, Any]) -> Path:
+    """The kernel's file in the cache."""
+    key = _key(factory, arch, kind, constants)
+    return cache_directory() / f"{factory.__name__}-{arch}-{key}.{kind}"
+
+
 def _from_cache(
     factory: Callable[..., Source], arch: str, kind: str, constants: dict[str, Any], shown: str
 ) -> Compiled:
     """The kernel from the cache on disk, or freshly compiled."""
-    key = _key(factory, arch, kind, constants)
-    path = cache_directory() / f"{factory.__name__}-{arch}-{key}.{kind}"
+    path = _path(factory, arch, kind, constants)
     found = _read(path)
     if found is None:
         logger.info("compiling %s(%s) for %s", factory.__name__, shown, arch)

@@ -48,9 +48,17 @@ def kernel_name(factory: Callable, arch: str, constants: dict[str, Any]) -> str:
     )
 
 
+def file_name(factory: Callable, arch: str, constants: dict[str, Any]) -> str:
+    """The name of a kernel's file in a folder."""
+    digest = hashlib.sha256(kernel_name(factory, arch, constants).encode()).hexdigest()
+    return f"{factory.__name__}-{arch}-{digest[:12]}.cubin"
+
+
 @functools.cache
-def manifest(folder: str) -> dict[str, Any]:
-    """{name of a kernel: its entry}; raises UnsupportedError for a folder that cannot be used."""
+def _listed(folder: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """{name of a kernel: its entry} and the versions of the tools; raises UnsupportedError for a
+    folder that cannot be used.
+    """
     try:
         found = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))
         entries = {entry["kernel"]: entry for entry in found["kernels"]}
@@ -64,7 +72,22 @@ def manifest(folder: str) -> dict[str, Any]:
             f"{VARIABLE}: got {folder!r}, made of other kernels (numflash {found.get('numflash')}); allowed: one made with the "
             f"installed numflash ({__version__}): run `python -m numflash.cuda.compile --to` again"
         )
-    return entries
+    return entries, found["tools"]
+
+
+def manifest(folder: str) -> dict[str, Any]:
+    """{name of a kernel: its entry}; raises UnsupportedError for a folder that cannot be used."""
+    return _listed(folder)[0]
+
+
+def made_by(folder: str) -> dict[str, str]:
+    """The versions of the tools that made a folder; raises as `manifest`."""
+    return _listed(folder)[1]
+
+
+def forget() -> None:
+    """Read folders again: one has changed."""
+    _listed.cache_clear()
 
 
 def ready(

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import UnsupportedError
 
-_absent: ImportError | None = None
+_absent: Exception | None = None
 try:
     import numba.cuda.dispatcher as _dispatcher
     import numba_cuda
@@ -29,9 +29,9 @@ try:
     from numba.cuda.cudadrv import nvvm
     from numba.cuda.extending import intrinsic
     from numba.cuda.typing import signature
-except (
-    ImportError
-) as error:  # the kernels' modules can be imported, and ready cubins of them launched
+# No compiler, or one that does not go with this Numba, which raises what it likes: the kernels'
+# modules can be imported, and ready cubins of them launched.
+except Exception as error:
     from numba import types
     from numba.core.typing import signature
 
@@ -64,7 +64,8 @@ numba_cuda_version: str = numba_cuda.__version__ if numba_cuda else "none"
 def _need_compiler() -> None:
     if _absent is not None:
         raise UnsupportedError(
-            f"numflash.cuda needs the compiler wheels: pip install 'numflash[cuda]' ({_absent})"
+            f"numflash.cuda needs the compiler wheels, in versions that go together: pip install 'numflash[cuda]' "
+            f"({type(_absent).__name__}: {_absent})"
         ) from _absent
 
 

@@ -7,11 +7,12 @@ filled in place, one driver call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from .driver import (
 )
 from .operands import Launch
 
+# of `median_seconds`: of a group of launches, of all groups; launches of a group
+GROUP, ALTOGETHER, MOST_LAUNCHES = 2e-3, 0.4, 50
 _CTYPES: dict[str, Any] = {
     "int32": ctypes.c_int32,
     "uint32": ctypes.c_uint32,
@@ -68,11 +71,6 @@ class Kernel:
         if item.shared_bytes > 48 * 1024:  # more than 48 KB needs an attribute of the function
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver, driver.cuFuncSetAttribute(self._function, attribute, item.shared_bytes))
-        if item.cluster > 1:  # all three or none
-            attribute = driver.CUfunction_attribute
-            for axis, blocks in (("WIDTH", item.cluster), ("HEIGHT", 1), ("DEPTH", 1)):
-                which = getattr(attribute, f"CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_{axis}")
-                check(driver, driver.cuFuncSetAttribute(self._function, which, blocks))
         self._local = threading.local()
 
     def _block(self) -> tuple[list[Any], Any, int]:
@@ -87,12 +85,32 @@ class Kernel:
         block = getattr(self._local, "block", None) or self._block()
         for slot, value in zip(block[0], arguments, strict=True):
             slot.value = value
-        item = self.item
-        launched = self._driver.cuLaunchKernel(
-            self._function, *grid, item.threads, 1, 1, item.shared_bytes, stream, block[2], 0
-        )
+        item, d = self.item, self._driver
+        if item.cluster == 1:
+            launched = d.cuLaunchKernel(
+                self._function, *grid, item.threads, 1, 1, item.shared_bytes, stream, block[2], 0
+            )
+        else:
+            launched = d.cuLaunchKernelEx(self._config(grid, stream), self._function, block[2], 0)
         if launched[0]:
-            check(self._driver, launched)
+            check(d, launched)
+
+    def _config(self, grid: tuple[int, int, int], stream: int) -> Any:
+        """The configuration of a launch in clusters; this thread's last one, if it is the same."""
+        last = getattr(self._local, "config", None)
+        if last is not None and last[0] == (grid, stream):
+            return last[1]
+        d, config = self._driver, self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.item.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.item.shared_bytes, d.CUstream(stream)
+        cluster = d.CUlaunchAttribute()
+        cluster.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        sizes = cluster.value.clusterDim
+        sizes.x, sizes.y, sizes.z = self.item.cluster, 1, 1
+        config.attrs, config.numAttrs = [cluster], 1
+        self._local.config = (grid, stream), config
+        return config
 
 
 class _Copies:
@@ -190,6 +208,18 @@ class Device:
         """A `with` in which the device's context is this thread's current one."""
         return Active(self.driver, self._context)
 
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[int]:
+        """A stream of its own for the length of a `with`."""
+        d = self.driver
+        with self.active():
+            made = check(d, d.cuStreamCreate(d.CUstream_flags.CU_STREAM_DEFAULT))
+        try:
+            yield int(made)
+        finally:
+            with self.active():
+                d.cuStreamDestroy(made)
+
     def kernel(self, item: Compiled) -> Kernel:
         """The loaded kernel of a cubin.
 
@@ -212,12 +242,17 @@ class Device:
         launches: Launch | Sequence[Launch],
         use: Callable[[Callable[[], None]], Any],
         persist: Sequence[np.ndarray] = (),
+        blocks: int = 0,
+        stream: int = 0,
     ) -> Any:
         """`use` the launches, in order, as one function without arguments, their arrays on the
         card; results are back afterwards.
 
         `persist`: arrays among those of the launches, or views of their whole memory, that should
         stay in L2 meanwhile: one window over all of them (`Device.persist`).
+
+        `blocks`: of a persistent kernel, as if there were so many multiprocessors. `stream`: of
+        the launches; the arrays are on the card before `use` is called.
         """
         steps = [launches] if isinstance(launches, Launch) else launches
         flat = [
@@ -242,23 +277,25 @@ class Device:
                     item = compiled(step.factory, step.arch, "cubin", **step.constants)
                     numbers = _arguments(item, args, address, next_map)
                     next_map += MAP_BYTES * sum(len(x) for x in args if isinstance(x, list))
-                    grid = step.blocks(self.multiprocessors)
-                    calls.append(functools.partial(self.kernel(item), grid, 0, *numbers))
+                    grid = step.blocks(blocks or self.multiprocessors)
+                    calls.append(functools.partial(self.kernel(item), grid, stream, *numbers))
 
                 def work() -> None:
                     for call in calls:
                         call()
 
+                if stream:
+                    check(self.driver, self.driver.cuCtxSynchronize())
                 if not persist:
                     return use(work)
                 copies = {x.ctypes.data: address[id(x)] for x in arrays}
                 starts = [copies[x.ctypes.data] for x in persist]
                 ends = [start + x.nbytes for start, x in zip(starts, persist, strict=True)]
-                self.persist(0, min(starts), max(ends) - min(starts))
+                self.persist(stream, min(starts), max(ends) - min(starts))
                 try:
                     return use(work)
                 finally:
-                    self.persist(0, 0, 0)
+                    self.persist(stream, 0, 0)
 
     def submit(self, launch: Launch, stream: int) -> None:
         """Enqueue a launch whose arrays are on the device.
@@ -342,22 +379,36 @@ def _maps_key(maps: list[TensorMap]) -> tuple:
     )
 
 
-def median_seconds(device: Device, work: Callable[[], None], stream: int = 0) -> float:
-    """Median time of 20 launches, each by events on the stream, after five to warm up."""
+def median_seconds(
+    device: Device, work: Callable[[], None], repeats: int = 20, stream: int = 0
+) -> float:
+    """Median seconds of a launch among others: a start event, launches, a stop event, divided.
+
+    A group takes about `GROUP` seconds, so that the host enqueues ahead of the card and the time
+    between two launches is the card's own. A launch that is shorter than enqueueing it is measured
+    as that. Launches to warm up come first; long ones are repeated less, but five times.
+    """
     d = device.driver
-    times = []
     with device.active():
-        start, stop = (check(d, d.cuEventCreate(0)) for _ in range(2))
-        for n in range(5 + 20):
-            check(d, d.cuEventRecord(start, stream))
-            work()
-            check(d, d.cuEventRecord(stop, stream))
-            check(d, d.cuEventSynchronize(stop))
-            if n >= 5:
-                times.append(float(check(d, d.cuEventElapsedTime(start, stop))) / 1e3)
-        for event in (start, stop):
-            d.cuEventDestroy(event)
-    return statistics.median(times)
+        events = [check(d, d.cuEventCreate(0)) for _ in range(2)]
+
+        def seconds(launches: int) -> float:
+            check(d, d.cuEventRecord(events[0], stream))
+            for _ in range(launches):
+                work()
+            check(d, d.cuEventRecord(events[1], stream))
+            check(d, d.cuEventSynchronize(events[1]))
+            return float(check(d, d.cuEventElapsedTime(*events))) / 1e3 / launches
+
+        try:
+            seconds(2)
+            one = max(seconds(1), 1e-6)
+            launches = max(1, min(MOST_LAUNCHES, round(GROUP / one)))
+            groups = max(5, min(repeats, int(ALTOGETHER / (launches * one))))
+            return statistics.median(seconds(launches) for _ in range(groups))
+        finally:
+            for event in events:
+                d.cuEventDestroy(event)
 
 
 def arch_of(major: int, minor: int) -> str:

@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...errors import DriverError, UnsupportedError
+from ..compile import code_version
 from ..instructions.tensormap import TensorMap
 
 # of an encoded tensor map; the alignment is the driver's rule
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
+# the oldest that loads machine code of a CUDA version
+DRIVERS = {12: "driver 525 or later", 13: "driver 580 or later"}
 
 
 def check(driver: Any, result: tuple) -> Any:
     """The value of a driver call, or DriverError."""
     if result[0] != driver.CUresult.CUDA_SUCCESS:
+        if result[0] == driver.CUresult.CUDA_ERROR_NOT_INITIALIZED:
+            raise DriverError(
+                "CUDA driver: it is not initialised in this process, which was forked from one that had used the "
+                "card; start processes by multiprocessing's 'spawn' instead"
+            )
         _, text = driver.cuGetErrorString(result[0])
         raise DriverError(f"CUDA driver: {result[0].name}: {text.decode() if text else 'unknown'}")
     return result[1] if len(result) == 2 else result[1:]
@@ -49,10 +57,10 @@ def open_driver() -> Any:
             f"impl: got 'cuda', but there is no usable GPU here ({why}); 'cuda-emulator' runs the same "
             "kernels without one"
         ) from error
-    major = int(__version__.split(".")[0])
+    major = code_version() or int(__version__.split(".")[0])
     there = check(driver, driver.cuDriverGetVersion())
     if there < 1000 * major:
-        needed = "driver 580 or later" if major == 13 else "a newer driver"
+        needed = DRIVERS.get(major, "a newer driver")
         raise UnsupportedError(
             f"impl: got 'cuda', but the driver here supports CUDA {there // 1000}.{there % 1000 // 10}; allowed: CUDA "
             f"{major}.0 or later ({needed}), because kernels are machine code of CUDA {major}"
@@ -109,23 +117,31 @@ def capturing(driver: Any, stream: int) -> bool:
     return status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
-def device_of(driver: Any, address: int) -> int:
-    """The number of the device that holds an address."""
-    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    return int(check(driver, driver.cuPointerGetAttribute(attribute, address)))
-
-
 @functools.cache
-def _encoder(driver: Any) -> Any:
-    """cuTensorMapEncodeTiled itself.
+def _function(driver: Any, name: str, *types: Any) -> Callable[..., int]:
+    """A function of the driver itself, where the bindings' wrapper of it is wrong."""
+    address = check(driver, driver.cuGetProcAddress(name.encode(), 12000, 0))[0]
+    return ctypes.CFUNCTYPE(ctypes.c_int, *types)(int(address))
 
-    The bindings' wrapper has it write to memory that is not aligned as the driver requires.
+
+def device_of(driver: Any, address: int) -> int:
+    """The number of the device that holds an address.
+
+    Some versions of the bindings say 0 for every address (NVIDIA/cuda-python, issue 2928).
     """
-    address = check(driver, driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0))[0]
-    i = ctypes.c_int
-    u = ctypes.c_uint32
-    p = ctypes.c_void_p
-    return ctypes.CFUNCTYPE(i, p, i, u, ctypes.c_uint64, p, p, p, p, i, i, i, i)(int(address))
+    ordinal, p = ctypes.c_int(), ctypes.c_void_p
+    ask = _function(driver, "cuPointerGetAttribute", p, ctypes.c_int, ctypes.c_uint64)
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    status = ask(ctypes.addressof(ordinal), int(attribute), address)
+    check(driver, (driver.CUresult(status),))
+    return ordinal.value
+
+
+def _encoder(driver: Any) -> Callable[..., int]:
+    """cuTensorMapEncodeTiled: the wrapper has it write to memory that is not aligned as required."""
+    i, u, p = ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
+    types = (p, i, u, ctypes.c_uint64, p, p, p, p, i, i, i, i)
+    return _function(driver, "cuTensorMapEncodeTiled", *types)
 
 
 def encode(driver: Any, maps: Sequence[tuple[TensorMap, int]]) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import NumflashError, UnsupportedError
+from ...errors import DriverError, NumflashError, UnsupportedError
 from ..device.operands import LOG2E, Launch
 
 
@@ -222,13 +222,18 @@ def _hopper_launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.nda
     )
 
 
-def problem(length: int, d: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Standard normal q, k, v in float16, and the float64 result."""
+def problem(length: int, d: int, seed: int, keys: int | None = None) -> tuple[np.ndarray, ...]:
+    """Standard normal q, k, v in float16, and the float64 result; as many keys as rows unless given."""
     rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal((length, d)).astype(np.float16) for _ in range(3))
-    scores = q.astype(np.float64) @ k.T.astype(np.float64) / np.sqrt(d)
-    p = np.exp(scores - scores.max(1, keepdims=True))
-    return q, k, v, p / p.sum(1, keepdims=True) @ v.astype(np.float64)
+    counts = (length, keys or length, keys or length)
+    q, k, v = (rng.standard_normal((n, d)).astype(np.float16) for n in counts)
+    wide_k, wide_v = k.astype(np.float64), v.astype(np.float64)
+    found = []
+    for start in range(0, length, 1024):  # scores of all rows at once would take gigabytes
+        scores = q[start : start + 1024].astype(np.float64) @ wide_k.T / np.sqrt(d)
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        found.append(p / p.sum(1, keepdims=True) @ wide_v)
+    return q, k, v, np.concatenate(found)
 
 
 def validated(rung: Rung, out: np.ndarray, expected: np.ndarray) -> float:
@@ -304,30 +309,44 @@ def climb(
     return rows
 
 
-def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """{rung: (seconds, the same with keys and values kept in L2)} on this machine's card.
+def clock_rung(rung: Rung, given: tuple[np.ndarray, ...]) -> tuple[float, float | None]:
+    """Median seconds of a rung on this machine's card, and with keys and values kept in L2.
 
-    Every rung is validated before it is timed.
+    given : of `problem`; the rung is validated before it is timed
 
-    Only those that the card can run. The second figure requests the L2 window that the L4 analysis
-    (docs/sources.md) names (`Device.prepared`). Raises UnsupportedError where there is no card.
+    The second figure requests the L2 window that the L4 analysis (docs/sources.md) names
+    (`Device.prepared`), on a stream of its own; None where the card or its driver refuses it.
+    Raises UnsupportedError where there is no card.
     """
     from ..device import current_device, median_seconds
 
     device = current_device()
-    q, k, v, expected = problem(length, d, seed)
+    q, k, v, expected = given
+    step = launch(rung, q, k, v, device.arch)
+    plain = device.prepared(step, lambda work: median_seconds(device, work))
+    validated(rung, step.finish()[0], expected)
+    with device.stream() as stream:
+        try:
+            return plain, device.prepared(
+                step,
+                lambda work: median_seconds(device, work, stream=stream),
+                persist=(k, v),
+                stream=stream,
+            )
+        except DriverError:  # no part of L2 can be set aside, as on a part of a divided card
+            return plain, None
+
+
+def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """{rung: `clock_rung`, NaN for None} of those that this machine's card can run."""
+    from ..device import current_device
+
+    arch, given = current_device().arch, problem(length, d, seed)
     found = {}
     for rung in LADDER:
-        if not rung.runs_on(device.arch):
-            continue
-        step = launch(rung, q, k, v, device.arch)
-        device.prepared(step, lambda work: work())
-        validated(rung, step.finish()[0], expected)
-        plain, kept = (
-            device.prepared(step, lambda work: median_seconds(device, work), persist=those)
-            for those in ((), (k, v))
-        )
-        found[rung.number] = plain, kept
+        if rung.runs_on(arch):
+            plain, kept = clock_rung(rung, given)
+            found[rung.number] = plain, float("nan") if kept is None else kept
     return found
 
 

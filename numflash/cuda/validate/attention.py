@@ -2,130 +2,180 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ... import reference, validation
 from ...errors import UnsupportedError
-from ...interop.arrays import widen
-from ...tiling import TILINGS
+from ...validation import Problem
 from .. import launch, launch_backward
+from ..compile import Key
 from ..device import Device, median_seconds
-from ..device.operands import Launch
-from ..launch_float import float_forward, hopper_forward
-from . import decode, expected, from_floats
-from .cases import (
-    CHANNELS,
-    ROWS,
-    Case,
-    floats_of,
-    gradient_operands,
-    problem_of,
-    relative_l2,
-)
+from ..device.operands import EMULATED_BLOCKS, Launch
+from ..launch_float import float_forward
+from . import compare, expected, on_the_card
+from .cases import CHANNELS, ROWS, Case, floats_of, gradient_operands, problem_of
+from .steps import Row, Step, keys_of
 
 OLDER = "numflash float16, sm_80 code"  # on a Hopper card, beside the wgmma kernel
-SQUARE = "sm_90a-float16"  # the tiling of 128 x 128
-VARIANT_CHECK = (1, 16, 16, 200, 200, 128)
-VARIANT_SHAPE = (2, 16, 16, 8192, 8192, 128)
-Row = dict[str, Any]
+REPEATS = 3  # of each problem: a race that shows once in a while has the more chances
+LONG = 500  # query rows, from which on float64 takes time: some heads are compared
+LONG_HEADS = 4
+POISON = 0x7F  # of every byte of the output before a launch: NaN in float16 and bfloat16
 
 
-def compare(
-    precision: str, problem: validation.Problem, card: tuple, emulator: Iterable[np.ndarray]
-) -> Row:
-    """Card against emulator (equal bits for INT8), and both against the oracle."""
-    emulator = tuple(emulator)
-    if precision == "int8":
-        different = sum(
-            int((a.view(np.int32) != b.view(np.int32)).sum())
-            for a, b in zip(card, emulator, strict=True)
-        )
-        row = {"equal_bits": not different, "passed": not different}
-        return row if row["passed"] else row | {"different_numbers": different}
-    exact, _ = reference.oracle(problem)
-    errors = [relative_l2(out, exact) for out in (card[0], emulator[0])]
-    # the card adds in another order and keeps fewer bits than the emulator: the same size of error,
-    # not the same bits
-    return {
-        "card_error": errors[0],
-        "emulator_error": errors[1],
-        "passed": errors[0] <= 2 * errors[1] + 1e-6,
+def repeated(device: Device, work: Launch) -> tuple[list[np.ndarray], bool]:
+    """Results of a launch, and whether each of some more launches gave the same bits.
+
+    Persistent blocks run once more as few as in the emulator: each then takes several turns, where
+    a card's own number may give each of them one.
+    """
+    most = [device.multiprocessors] * REPEATS + [EMULATED_BLOCKS] * work.persistent
+    found = []
+    for blocks in most:
+        for x in work.finish()[:1]:
+            x.view(np.uint8)[...] = POISON  # what a launch leaves out does not stay from the last
+        device.prepared(work, lambda run: run(), blocks=blocks)
+        found.append([np.array(x) for x in work.finish()])
+    return found[0], not any(compare.different(found[0], other) for other in found[1:])
+
+
+def compared(device: Device, problem: Problem, work: Launch, emulator: Any) -> Row:
+    """A launch against what is right, and its repetitions against each other."""
+    found, equal = repeated(device, work)
+    if problem.shape[3] >= LONG and problem.precision != "int8":
+        problem, found = _some_heads(problem, found)
+    row = compare.forward(problem, found, emulator)
+    return row | {"repeats_equal": equal, "passed": row["passed"] and equal}
+
+
+def _some_heads(problem: Problem, found: list[np.ndarray]) -> tuple[Problem, list[np.ndarray]]:
+    """The last heads of the last batch entry; the others are compared among the repetitions."""
+    some = (slice(-1, None), slice(-LONG_HEADS, None))
+    operands: dict[str, Any] = {
+        name: getattr(problem, name)[some] for name in ("query", "key", "value")
     }
-
-
-def gradient_row(
-    device: Device, problem: validation.Problem, emulator: Iterable[np.ndarray] | None = None
-) -> Row:
-    """dq, dk and dv of card and emulator against float64; the card twice, for equal bits."""
-    grad, out, lse = gradient_operands(problem)
-    card, again = (launch_backward.run(problem, grad, out, lse) for _ in range(2))
-    if emulator is None:
-        steps = launch_backward.plan(problem, grad, out, lse, device.arch)
-        emulator, _ = launch_backward.emulated(steps)
-    exact = reference.gradients(problem, widen(grad), widen(out), lse)
-    errors = [
-        [relative_l2(x, right) for x, right in zip(found, exact, strict=True)]
-        for found in (card, emulator)
-    ]
-    equal = all(a.tobytes() == b.tobytes() for a, b in zip(card, again, strict=True))
-    close = all(mine <= 2 * theirs + 1e-6 for mine, theirs in zip(*errors, strict=True))
-    return {
-        "card_error": errors[0],
-        "emulator_error": errors[1],
-        "equal_bits": equal,
-        "passed": equal and close,
+    places: dict[str, Any] = {
+        "diagonal": problem.diagonal[-1:],
+        "key_lengths": problem.key_lengths[-1:],
     }
+    return replace(problem, **operands, **places), [x[some] for x in found]
 
 
-def check(device: Device, cases: Iterable[Case], backward: bool = False) -> Iterator[Row]:
-    """One row per case."""
-    for case in cases:
-        name, shape, precision, options = case
-        row: Row = {"case": name, "arch": device.arch}
-        try:
-            problem = problem_of(shape, precision, options)
-            emulator = expected.get("backward" if backward else "forward", case, device.arch)
-            if backward:
-                row |= gradient_row(device, problem, emulator)
-            else:
-                row |= compare(precision, problem, launch.run(problem), emulator)
-                if precision == "int8":
-                    found = from_floats.solved(floats_of(shape, precision, options))
-                    there = compare(precision, problem, (found,), emulator[:1])
-                    row |= {"from_floats": there, "passed": row["passed"] and there["passed"]}
-        except UnsupportedError as error:
-            row |= decode.refused(error)
-        yield row
+def emulators(kind: str, case: Case, arch: str) -> list[np.ndarray] | None:
+    """The emulator's results; None where no file has them and nothing is compiled here: float64 and
+    the integer model are enough to compare with.
+    """
+    try:
+        return expected.get(kind, case, arch)
+    except UnsupportedError:
+        return None
+
+
+def forward_check(case: Case, arch: str, emulated: bool) -> Step:
+    """A problem in host memory, and as arrays on the card."""
+    name, shape, precision, options = case
+
+    def plans() -> tuple[Problem, Launch, Problem]:
+        problem = problem_of(shape, precision, options)
+        alone = replace(problem, sinks=None)  # host memory gets them from the caller
+        return problem, launch.plan(alone, arch), floats_of(shape, precision, options)
+
+    def kernels() -> set[Key]:
+        _, work, floats = plans()
+        return keys_of(work, *on_the_card.launches(floats, arch)[0])
+
+    def run(device: Device) -> Iterator[Row]:
+        problem, work, floats = plans()
+        emulator = emulators("forward", case, arch) if emulated else None
+        row = compared(device, replace(problem, sinks=None), work, emulator)
+        there = compare.on_the_card(problem, on_the_card.solved(floats), work.finish())
+        yield row | {"on_the_card": there, "passed": row["passed"] and there["passed"]}
+
+    return Step(name, kernels, run)
+
+
+def gradient_check(case: Case, arch: str, emulated: bool) -> Step:
+    """dq, dk and dv, computed more than once: their bits are equal."""
+    name, shape, precision, options = case
+
+    def plans() -> tuple[Problem, tuple[np.ndarray, ...], launch_backward.Backward]:
+        problem = problem_of(shape, precision, options)
+        operands = gradient_operands(problem)
+        return problem, operands, launch_backward.plan(problem, *operands, arch)
+
+    def run(device: Device) -> Iterator[Row]:
+        problem, operands, work = plans()
+        emulator = emulators("backward", case, arch) if emulated else None
+        found = []
+        for _ in range(REPEATS):
+            device.prepared(work.launches, lambda run: run())
+            found.append([np.array(x) for x in work.gradients])
+        row = compare.gradients(problem, operands, found[0], emulator)
+        equal = not any(compare.different(found[0], other) for other in found[1:])
+        yield row | {"repeats_equal": equal, "passed": row["passed"] and equal}
+
+    return Step(name, lambda: keys_of(*plans()[2].launches), run)
 
 
 def shapes(lengths: Iterable[int]) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """(B, H, Hkv, L, S, D) and causal of the timings, long ones first.
+    """(B, H, Hkv, L, S, D) and causal of the timings: a medium length of every kernel first, then
+    long ones before short ones.
 
     16,384 query rows times heads of 2048 channels are in flight, D is 64 and 128.
     """
-    for length, d, causal in itertools.product(
-        sorted(lengths, reverse=True), (128, 64), (False, True)
-    ):
+    ordered = sorted(lengths, reverse=True)
+    middle = (len(ordered) - 1) // 2
+    ordered = ordered[middle : middle + 1] + ordered[:middle] + ordered[middle + 1 :]
+    for length, d, causal in itertools.product(ordered, (128, 64), (False, True)):
         h = CHANNELS // d
         yield (max(1, ROWS // length), h, h, length, length, d), causal
 
 
+def one_group(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with heads of one key head: it has the same kernels, and is planned at once."""
+    _, h, hkv, length, s, d = shape
+    return 1, h // hkv, 1, length, s, d
+
+
+def place(shape: tuple[int, ...], causal: bool) -> Row:
+    """What a timing's row says of its shape."""
+    b, h, hkv, length, _, d = shape
+    return {"L": length, "D": d, "B": b, "H": h, "Hkv": hkv, "causal": causal}
+
+
+def title(name: str, shape: tuple[int, ...], causal: bool) -> str:
+    """The name of a timing's step."""
+    return f"{name}, L={shape[3]} D={shape[5]}{', causal' * causal}"
+
+
 def timed(
-    name: str, shape: tuple[int, ...], causal: bool, found: float | str, backward: bool = False
+    name: str,
+    shape: tuple[int, ...],
+    causal: bool,
+    found: float | str,
+    backward: bool = False,
+    error: float = 0.0,
+    limit: float = 1.0,
 ) -> Row:
     """A timing's row: seconds and TFLOP/s, or why there are none.
 
     Gradients: five products count, the two that are computed twice do not.
+
+    error, limit : of some rows (`compare.sample`); what is wrong has no time
     """
-    b, h, hkv, length, _, d = shape
-    row: Row = {"kernel": name, "L": length, "D": d, "B": b, "H": h, "Hkv": hkv, "causal": causal}
+    row: Row = {"kernel": name, **place(shape, causal)}
     if isinstance(found, str):
         return row | {"error": found}
+    if error:
+        row["error_of_rows"] = error
+    if not error <= limit:
+        return row | {"error": f"its result is wrong: error {error:.2e} of some rows"}
+    b, h, _, length, _, d = shape
     flop = 4 * b * h * length * length * d * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
     return row | {"seconds": found, "tflops": flop / found / 1e12}
 
@@ -135,102 +185,89 @@ def median_of(device: Device, work: Any) -> float:
     return device.prepared(work, lambda run: median_seconds(device, run))
 
 
-def forward_times(device: Device, precision: str, lengths: Iterable[int]) -> Iterator[Row]:
+@functools.lru_cache(1)
+def plain(shape: tuple[int, ...], precision: str, causal: bool) -> Problem:
+    """The problem of a timing; the last one is kept, since several kernels are timed on it."""
+    return problem_of(shape, precision, {"is_causal": causal})
+
+
+def forward_timing(
+    name: str,
+    shape: tuple[int, ...],
+    causal: bool,
+    precision: str,
+    plan: Callable[[Problem], Launch],
+) -> Step:
+    """Times of a forward launch, once some rows are right."""
+
+    def kernels() -> set[Key]:
+        return keys_of(plan(problem_of(one_group(shape), precision, {"is_causal": causal})))
+
+    def run(device: Device) -> Iterator[Row]:
+        problem = plain(shape, precision, causal)
+        work = plan(problem)
+        seconds = median_of(device, work)
+        if precision == "int8":
+            problem = floats_of(shape, precision, {"is_causal": causal})
+        error = compare.sample(problem, work.finish()[:1])
+        yield timed(name, shape, causal, seconds, False, error, compare.LIMITS[precision])
+
+    return Step(title(name, shape, causal), kernels, run)
+
+
+def _from_floats(shape: tuple[int, ...], causal: bool, arch: str) -> Step:
+    name = "numflash int8, float32 arrays"
+
+    def kernels() -> set[Key]:
+        floats = floats_of(one_group(shape), "int8", {"is_causal": causal})
+        return keys_of(*on_the_card.launches(floats, arch)[0])
+
+    def run(device: Device) -> Iterator[Row]:
+        floats = floats_of(shape, "int8", {"is_causal": causal})
+        card, work, results = on_the_card.prepared(floats)
+        seconds = median_seconds(device, work, stream=card.stream)
+        error = compare.sample(floats, [card.download(results[0])])
+        yield timed(name, shape, causal, seconds, False, error, compare.LIMITS["int8"])
+
+    return Step(title(name, shape, causal), kernels, run)
+
+
+def forward_timings(precision: str, lengths: Iterable[int], arch: str) -> Iterator[Step]:
     """What ships for the card, and on Hopper the float16 kernel that it replaces."""
     for shape, causal in shapes(lengths):
-        problem = problem_of(shape, precision, {"is_causal": causal})
-        kernels = {f"numflash {precision}": launch.plan(problem, device.arch)}
-        if device.arch == "sm_90a" and precision == "float16":
-            kernels[OLDER] = float_forward(problem, device.arch)
-        for name, work in kernels.items():
-            yield timed(name, shape, causal, median_of(device, work))
+        yield forward_timing(
+            f"numflash {precision}", shape, causal, precision, lambda x: launch.plan(x, arch)
+        )
+        if arch == "sm_90a" and precision == "float16":
+            yield forward_timing(OLDER, shape, causal, precision, lambda x: float_forward(x, arch))
         if precision == "int8":
-            floats = floats_of(shape, precision, {"is_causal": causal})
-            card, run, _ = from_floats.on_the_card(floats)
-            seconds = median_seconds(device, run, stream=card.stream)
-            yield timed("numflash int8, float32 arrays", shape, causal, seconds)
+            yield _from_floats(shape, causal, arch)
 
 
-def backward_times(device: Device, precision: str, lengths: Iterable[int]) -> Iterator[Row]:
+def backward_timings(precision: str, lengths: Iterable[int], arch: str) -> Iterator[Step]:
     """All launches of the backward pass; LSE and output are made up, which changes no time."""
     for shape, causal in shapes(lengths):
+        yield _backward_timing(precision, shape, causal, arch)
+
+
+def _backward_timing(precision: str, shape: tuple[int, ...], causal: bool, arch: str) -> Step:
+    name = f"numflash {precision}, backward"
+
+    def plans(
+        shape: tuple[int, ...],
+    ) -> tuple[Problem, tuple[np.ndarray, ...], launch_backward.Backward]:
         problem = problem_of(shape, precision, {"is_causal": causal})
         lse = np.full(problem.query.shape[:3], np.log(shape[4]), np.float32)
-        work = launch_backward.float_backward(
-            problem, problem.query, problem.query, lse, device.arch
-        )
+        operands = (problem.query, problem.query, lse)
+        return problem, operands, launch_backward.float_backward(problem, *operands, arch)
+
+    def run(device: Device) -> Iterator[Row]:
+        problem, operands, work = plans(shape)
         seconds = median_of(device, work.launches)
-        yield timed(f"numflash {precision}, backward", shape, causal, seconds, True)
+        error = compare.sample(problem, work.gradients, operands)
+        limit = compare.GRADIENT_LIMITS[precision]
+        yield timed(name, shape, causal, seconds, True, error, limit)
 
-
-class Variant(NamedTuple):
-    """A forward kernel that is timed beside the shipped one, and a problem for it."""
-
-    name: str
-    shape: tuple[int, ...]
-    causal: bool
-    precision: str
-    constants: dict[str, Any]  # those that are changed; {}: the launch as it ships
-    tiling: str = ""  # the name of another one than the shipped launch's
-
-    def problem(self) -> validation.Problem:
-        """Standard normal numbers of the shape."""
-        return problem_of(self.shape, self.precision, {"is_causal": self.causal})
-
-    def launch(self, arch: str) -> Launch:
-        """The launch, on arrays in host memory."""
-        if not self.constants and not self.tiling:
-            return launch.plan(self.problem(), arch)
-        work = hopper_forward(self.problem(), tiling=TILINGS.get(self.tiling))
-        return replace(work, constants=work.constants | self.constants)
-
-
-def variants(arch: str, shape: tuple[int, ...]) -> list[Variant]:
-    """What is timed beside the shipped forward kernels."""
-    b, h, hkv, length, s, d = shape
-    found = [
-        Variant(name, shape, causal, "float16", constants)
-        for causal in (False, True)
-        for name, constants in (
-            ("no overlap", {"overlap": False}),
-            ("no ping-pong", {"ping_pong": False}),
-        )
-        if arch == "sm_90a"
-    ]
-    if arch == "sm_90a":
-        found += [
-            Variant(f"{tiles} tiles", (*shape[:-1], width), causal, "float16", {}, SQUARE + kind)
-            for tiles, kind, width, causal in (
-                ("128 x 128", "", d, False),
-                ("128 x 128, 64 channels,", "", 64, False),
-                ("128 x 128, 64 channels,", "", 64, True),
-                ("128 x 176", "-full", d, True),
-            )
-        ]
-    grouped, wide = (b, h, max(1, hkv // 8), length, s, d), (b, h // 2, hkv // 2, length, s, 256)
-    if arch == "sm_90a":
-        found += [
-            Variant(f"{shared[-1]} channels, no clusters", shared, False, "float16", {"cluster": 1})
-            for shared in (shape, wide)
-        ]
-    found.append(Variant("8 query heads per key head", grouped, False, "float16", {}))
-    found.append(Variant("256 channels", wide, False, "float16", {}))
-    if arch != "sm_75":
-        found.append(Variant("bfloat16", shape, False, "bfloat16", {}))
-    return found
-
-
-def variant_rows(device: Device, checked: bool) -> Iterator[Row]:
-    """The variants: on a small problem against float64 if `checked`, else their times."""
-    for one in variants(device.arch, VARIANT_CHECK if checked else VARIANT_SHAPE):
-        work = one.launch(device.arch)
-        if not checked:
-            seconds = median_of(device, work)
-            yield timed(f"numflash {one.name}", one.shape, one.causal, seconds)
-            continue
-        device.prepared(work, lambda run: run())
-        exact, _ = reference.oracle(one.problem())
-        error = relative_l2(work.finish()[0], exact)
-        limit = 8e-3 if one.precision == "bfloat16" else 1e-3
-        name = f"{one.name}{', causal' if one.causal else ''}"
-        yield {"case": name, "card_error": error, "passed": error <= limit}
+    return Step(
+        title(name, shape, causal), lambda: keys_of(*plans(one_group(shape))[2].launches), run
+    )

@@ -19,10 +19,11 @@ from ... import __version__
 from ...errors import UnsupportedError
 from ...jit.whole import write_whole
 from ..compile import ARCHITECTURES, Key, compiled, tool_versions
-from ..compile.cubins import MANIFEST, kernel_name, manifest, source_digest
+from ..compile.cubins import MANIFEST, file_name, forget, kernel_name, manifest, source_digest
 from . import expected
 from .families import families
 from .kernels import needed
+from .steps import here_only
 
 
 def _build(key: Key, folder: str) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def _build(key: Key, folder: str) -> dict[str, Any]:
     factory, arch, constants = key
     item = compiled(factory, arch, "cubin", **dict(constants))
     name = kernel_name(factory, arch, dict(constants))
-    file = f"{factory.__name__}-{arch}-{hashlib.sha256(name.encode()).hexdigest()[:12]}.cubin"
+    file = file_name(factory, arch, dict(constants))
     (Path(folder) / file).write_bytes(item.code)
     launch = {k: v for k, v in vars(item).items() if k not in ("code", "arch")}
     digest = hashlib.sha256(item.code).hexdigest()
@@ -49,11 +50,11 @@ def write(keys: set[Key], folder: str, jobs: int | None = None) -> int:
     except UnsupportedError:
         entries = {}  # new, or of other sources: what it lists is of no use
     todo = sorted(keys, key=str)
-    if jobs == 1:
-        made = [_build(key, folder) for key in todo]
-    else:
+    made = [_build(key, folder) for key in todo if jobs == 1 or here_only(key)]
+    todo = [key for key in todo if jobs != 1 and not here_only(key)]
+    if todo:
         with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as pool:
-            made = list(pool.map(_build, todo, [folder] * len(todo)))
+            made += pool.map(_build, todo, [folder] * len(todo))
     entries |= {entry["kernel"]: entry for entry in made}
     listed = {
         "numflash": __version__,
@@ -62,7 +63,7 @@ def write(keys: set[Key], folder: str, jobs: int | None = None) -> int:
         "kernels": list(entries.values()),
     }
     write_whole(path / MANIFEST, (json.dumps(listed, indent=1) + "\n").encode())
-    manifest.cache_clear()
+    forget()
     return sum((path / entry["file"]).stat().st_size for entry in entries.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ from ...interop.arrays import convert, widen
 from ...numerics.quantization import quantize_problem
 from ...validation.options import Options
 
-Case = tuple[str, tuple[int, ...], str, dict[str, Any]]  # name, shape, precision, options
+# name, (B, H, Hkv, L, S, D), precision, options of `numflash.attention`; the arrays among them are
+# named: attn_mask "bool" or "float", alibi_slopes, sinks and score_mod True
+Case = tuple[str, tuple[int, ...], str, dict[str, Any]]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_LENGTHS = (1024, 8192)
 # query rows of a head and channels of all heads that fill a chip
 ROWS = 16384
 CHANNELS = 2048
 PLAIN: dict[str, Any] = {
+    "is_causal": False,
     "window": None,
     "alignment": "upper_left",
     "key_lengths": None,
@@ -30,7 +34,6 @@ PLAIN: dict[str, Any] = {
     "layout": "bhld",
     "return_lse": True,
 }
-# name, (B, H, Hkv, L, S, D), precision, options
 CASES: tuple[Case, ...] = (
     *(
         (f"{p} D={d}", (1, 2, 2, 130, 200, d), p, {})
@@ -68,6 +71,59 @@ CASES: tuple[Case, ...] = (
         for d in (64, 128, 256)
     ),
     ("float16 one key", (1, 1, 1, 1, 1, 64), "float16", {}),
+    *(
+        (f"{p} causal D={d}", (1, 2, 1, length, length, d), p, {"is_causal": True})
+        for p, d, length in (
+            ("float16", 128, 300),
+            ("float16", 256, 150),
+            ("int8", 128, 300),
+            ("bfloat16", 128, 150),
+        )
+    ),
+    *(
+        (f"{p} {name}", (2, 4, 2, 150, 200, 64), p, options)
+        for name, options in (
+            ("mask", {"attn_mask": "bool"}),
+            ("bias", {"attn_mask": "float"}),
+            ("ALiBi", {"alibi_slopes": True}),
+            ("sinks", {"sinks": True}),
+        )
+        for p in ("float16", "int8", "float32")
+    ),
+    *(
+        (f"{p} score function", (1, 2, 2, 70, 150, 64), p, {"score_mod": True})
+        for p in ("float16", "float32")
+    ),
+)
+# Several turns of every persistent block and rings that are filled again and again: too long for the
+# emulator, so these are compared with float64 and the integer model alone.
+LONG_CASES: tuple[Case, ...] = (
+    *(
+        (
+            f"{p} long D={d}{', causal' * causal}",
+            (2, 16, 16, 1000, 1000, d),
+            p,
+            {"is_causal": causal},
+        )
+        for p, dims in (("float16", (128, 64, 256)), ("bfloat16", (128,)))
+        for d in dims
+        for causal in (False, True)
+    ),
+    ("float16 long window", (2, 16, 16, 1000, 1000, 128), "float16", {"window": (300, 20)}),
+    *(
+        (
+            f"int8 long D={d}{', causal' * causal}",
+            (1, 4, 4, 1000, 1000, d),
+            "int8",
+            {"is_causal": causal},
+        )
+        for d in (128, 64, 256)
+        for causal in (False, True)
+    ),
+)
+LONG_GRADIENTS: tuple[Case, ...] = tuple(
+    (f"gradient {p} long D={d}", (1, 4, 4, 1000, 1000, d), p, {"is_causal": True})
+    for p, d in (("float16", 128), ("float16", 64), ("bfloat16", 128))
 )
 GRADIENTS: tuple[Case, ...] = (
     *(
@@ -76,7 +132,7 @@ GRADIENTS: tuple[Case, ...] = (
         for d in (32, 64, 96, 128, 256)
     ),
     *(
-        (f"gradient {p} causal, grouped", (2, 4, 2, 150, 150, d), p, {"is_causal": True})
+        (f"gradient {p} causal, grouped, D={d}", (2, 4, 2, 150, 150, d), p, {"is_causal": True})
         for p in ("float16", "bfloat16")
         for d in (64, 128)
     ),
@@ -104,6 +160,27 @@ def _numbers(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(count, np.float32)
 
 
+def distance(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """The score function of the problems that have one."""
+    return score - 0.02 * abs(q - k)
+
+
+def _arrays(shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The arrays that options name."""
+    b, h, _, length, s, _ = shape
+    rng, found = np.random.default_rng(2), dict(options)
+    kind = options.get("attn_mask")
+    if kind == "bool":
+        found["attn_mask"] = rng.random((b, 1, length, s)) < 0.7
+    elif kind == "float":
+        found["attn_mask"] = rng.standard_normal((b, 1, length, s), np.float32)
+    if "alibi_slopes" in options:
+        found["alibi_slopes"] = (2.0 ** -np.arange(1, h + 1)).astype(np.float32)
+    if "sinks" in options:
+        found["sinks"] = rng.standard_normal(h, np.float32)
+    return found
+
+
 def floats_of(
     shape: tuple[int, ...], precision: str, options: dict[str, Any], seed: int = 0
 ) -> validation.Problem:
@@ -113,9 +190,14 @@ def floats_of(
         _numbers(int(np.prod(n)), seed + 3 * i).reshape(n)
         for i, n in enumerate(((b, h, length, d), (b, hkv, s, d), (b, hkv, s, d)))
     )
-    given = {**PLAIN, "precision": precision, **options}
-    causal = given.pop("is_causal", False)
-    return validation.problem(q, k, v, Options(None, 0.0, causal, None, True, **given))
+    given = {**PLAIN, "precision": precision, **_arrays(shape, options)}
+    function = given.pop("score_mod", None)
+    problem = validation.problem(q, k, v, Options(enable_gqa=True, **given))
+    if function is None:
+        return problem
+    # by name: `flex` stands above `cuda`, and only this problem needs it
+    flex = importlib.import_module("numflash.flex.attention")
+    return problem.with_functions(flex.fuse(distance, None, problem))
 
 
 def problem_of(

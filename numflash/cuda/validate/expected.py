@@ -65,16 +65,21 @@ def _write(path: Path, arrays: list[np.ndarray]) -> None:
         np.savez_compressed(file, *arrays)
 
 
+def there(kind: str, case: tuple, arch: str, folder: str | None = None) -> bool:
+    """Whether a problem has a file, in one folder or in any."""
+    places = [Path(folder) / FOLDER] if folder else folders()
+    return any(_read(place / file_name(kind, case, arch)) is not None for place in places)
+
+
 def make(kind: str, case: tuple, arch: str, folder: str | None = None) -> bool:
     """Compute a problem's file unless there is one; whether it was computed.
 
     Raises UnsupportedError where the architecture has no kernel for it.
     """
-    name = file_name(kind, case, arch)
-    places = [Path(folder) / FOLDER] if folder else folders()
-    if any(_read(place / name) is not None for place in places):
+    if there(kind, case, arch, folder):
         return False
-    _write(places[-1] / name, compute(kind, case, arch))
+    places = [Path(folder) / FOLDER] if folder else folders()
+    _write(places[-1] / file_name(kind, case, arch), compute(kind, case, arch))
     return True
 
 

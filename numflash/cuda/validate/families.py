@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import decode_cases
-from .cases import CASES, GRADIENTS, LENGTHS, QUICK_LENGTHS
+from .cases import CASES, GRADIENTS, LENGTHS, LONG_CASES, LONG_GRADIENTS, QUICK_LENGTHS
 
 
 class Family(NamedTuple):
-    """Problems that are compared, and timings that follow once all of them agree.
+    """Problems that are compared, and timings of the kernels whose problems agree.
 
-    kind : "forward", "backward", "decode", "rates", "peers", "gradient peers", "variants", "ladder"
+    kind : "forward", "backward", "decode", "rates", "peers", "gradient peers", "variants",
+        "frameworks", "ladder"
+    cases : problems of which there are results of the emulator;  long : others
     lengths : L of the timings; decode, rates, variants and ladder have shapes of their own
     """
 
@@ -20,6 +22,7 @@ class Family(NamedTuple):
     precision: str = ""
     cases: tuple[Any, ...] = ()
     lengths: tuple[int, ...] = ()
+    long: tuple[Any, ...] = ()
 
 
 def _of(cases: tuple, precision: str, place: int, every: int) -> tuple:
@@ -39,11 +42,13 @@ def families(
 
     def forward(precision: str, lengths: tuple[int, ...] = ()) -> Family:
         cases = _of(CASES, precision, 2, every)
-        return Family(f"forward {precision}", "forward", precision, cases, lengths)
+        long = _of(LONG_CASES, precision, 2, every)
+        return Family(f"forward {precision}", "forward", precision, cases, lengths, long)
 
     def backward(precision: str, lengths: tuple[int, ...] = ()) -> Family:
         cases = _of(GRADIENTS, precision, 2, every)
-        return Family(f"backward {precision}", "backward", precision, cases, lengths)
+        long = _of(LONG_GRADIENTS, precision, 2, every)
+        return Family(f"backward {precision}", "backward", precision, cases, lengths, long)
 
     def decoding(dtype: str) -> Family:
         return Family(f"decode {dtype}", "decode", dtype, _of(decode_cases.CASES, dtype, 1, every))
@@ -64,9 +69,10 @@ def families(
         backward("bfloat16"),
         forward("float32"),
         backward("float32"),
+        Family("frameworks", "frameworks"),
         Family("ladder of the study kernels", "ladder"),
     ]
     without = ("bfloat16",) if arch == "sm_75" else ()
     if not lengths:
-        found = [x for x in found if x.cases]
+        found = [x for x in found if x.cases or x.kind == "frameworks"]
     return [x for x in found if x.precision not in without]

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+
+import numpy as np
 
 from .. import study
+from ..device import Device
+from .steps import Row, Step, keys_of
 
-LENGTH = 4096
+ROWS = 16896  # 132 tiles of 128: a block for each multiprocessor of an H100, or two of 64 rows
+KEYS = 4096
 D = 64
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """A row per rung (the last of mma.sync is the notes' kernel), checked before it is timed.
+@functools.cache
+def _problem() -> tuple[np.ndarray, ...]:
+    """The problem of every rung: its float64 result takes a second."""
+    return study.problem(ROWS, D, 0, KEYS)
+
+
+def timings(arch: str) -> Iterator[Step]:
+    """A row per rung (the last of mma.sync is the documents' kernel), checked before it is timed.
 
     `seconds_persisting`: with an L2 window over keys and values.
     """
-    names = {rung.number: rung.name for rung in study.LADDER}
-    for number, (plain, kept) in study.clock(LENGTH, D).items():
-        yield {
-            "kernel": f"rung {number}: {names[number]}",
-            "L": LENGTH,
-            "D": D,
-            "causal": False,
-            "seconds": plain,
-            "seconds_persisting": kept,
-            "tflops": 4 * LENGTH * LENGTH * D / plain / 1e12,
-        }
+    for rung in study.LADDER:
+        if rung.runs_on(arch):
+            yield _timing(rung, arch)
+
+
+def _timing(rung: study.Rung, arch: str) -> Step:
+    name = f"rung {rung.number}: {rung.name}"
+
+    def run(device: Device) -> Iterator[Row]:
+        plain, kept = study.clock_rung(rung, _problem())
+        row: Row = {"kernel": name, "L": ROWS, "S": KEYS, "D": D, "causal": False}
+        row |= {"seconds": plain, "tflops": 4 * ROWS * KEYS * D / plain / 1e12}
+        yield row | ({"seconds_persisting": kept} if kept is not None else {})
+
+    # the kernels do not depend on the numbers of rows and keys
+    q, k, v, _ = study.problem(256, D, 0)
+    return Step(name, lambda: keys_of(study.launch(rung, q, k, v, arch)), run)

@@ -14,11 +14,16 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .attention import shapes, timed
+from ..device import Device
+from ..device.device import ALTOGETHER, GROUP, MOST_LAUNCHES
+from .attention import shapes, timed, title
+from .steps import Row, Step, nothing
 
 TOLERANCE = 1e-2  # of weights and results in float16, on standard normal numbers
-WARM = 5
+WARM = 2
 REPEATS = 20
+TUTORIAL = "triton tutorial"
+FIRST_CALL = 60.0  # seconds: PyTorch is loaded, and Triton's kernel compiled and tuned
 
 
 class Missing(Exception):
@@ -34,12 +39,7 @@ def tutorial(path: str) -> Callable:
         module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
         spec.loader.exec_module(module)  # type: ignore[union-attr]
         return module.attention
-    except (
-        ImportError,
-        OSError,
-        AttributeError,
-        RuntimeError,
-    ) as error:  # the last: Triton has no driver for the card
+    except Exception as error:  # Triton has errors of its own, as without a driver for the card
         raise Missing(f"{path}: {error}") from error
 
 
@@ -48,9 +48,11 @@ def pytorch() -> Any:
     try:
         import torch
         import torch.nn.attention
-    except ImportError as error:
-        raise Missing(str(error)) from error
-    if not torch.cuda.is_available():
+
+        there = torch.cuda.is_available()
+    except Exception as error:  # a damaged installation raises more than ImportError
+        raise Missing(f"{type(error).__name__}: {error}") from error
+    if not there:
         raise Missing(f"PyTorch {torch.__version__} sees no card")
     return torch
 
@@ -66,31 +68,30 @@ def software() -> dict[str, str]:
         "torch device": torch.cuda.get_device_name(0),
         "cudnn": str(torch.backends.cudnn.version()),
     }
-    return found | (
-        {"triton": importlib.import_module("triton").__version__}
-        if importlib.util.find_spec("triton")
-        else {}
-    )
+    try:
+        found["triton"] = importlib.import_module("triton").__version__
+    except Exception as error:
+        found["triton"] = f"none: {type(error).__name__}: {error}"
+    return found
 
 
-def seconds(
-    torch: Any, work: Callable[[Any], Any], before: Callable[[], Any] = lambda: None
-) -> float:
-    """Median time of one call by events, after a few to warm up.
+def seconds(torch: Any, work: Callable[[], Any]) -> float:
+    """Median seconds of one call among others: as `device.median_seconds` takes them of ours."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    `work` takes what `before` gives, untimed, ahead of each.
-    """
-    times = []
-    for n in range(WARM + REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        given = before()
+    def group(calls: int) -> float:
         start.record()
-        work(given)
+        for _ in range(calls):
+            work()
         stop.record()
         stop.synchronize()
-        if n >= WARM:
-            times.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(times)
+        return float(start.elapsed_time(stop)) / 1e3 / calls
+
+    group(WARM)
+    one = max(group(1), 1e-6)
+    calls = max(1, min(MOST_LAUNCHES, round(GROUP / one)))
+    groups = max(5, min(REPEATS, int(ALTOGETHER / (calls * one))))
+    return statistics.median(group(calls) for _ in range(groups))
 
 
 def _flash_attention() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -127,10 +128,9 @@ class _Shape(NamedTuple):
             if not torch.allclose(found, self.expected, atol=TOLERANCE):
                 return "its result is wrong"
             if not self.gradients:
-                return seconds(torch, lambda _: forward())
-            return seconds(
-                torch, lambda out: torch.autograd.grad(out, self.operands, self.grad), forward
-            )
+                return seconds(torch, forward)
+            out, again = forward(), torch.autograd.grad
+            return seconds(torch, lambda: again(out, self.operands, self.grad, retain_graph=True))
         except Exception as error:  # backends have errors of their own for what they do not take
             return f"{type(error).__name__}: {error}"
 
@@ -140,13 +140,14 @@ def times(
     causal: bool,
     gradients: bool = False,
     triton: Callable | None = None,
+    only: str = "",
 ) -> Iterator[tuple[str, float | str]]:
-    """(name, median seconds, or why there are none) of each peer on float16 (B, H, L, D) operands."""
-    try:
-        torch = pytorch()
-    except Missing as error:
-        yield "torch", str(error)
-        return
+    """(name, median seconds, or why there are none) of each peer, or of one, on float16 operands
+    (B, H, L, D).
+
+    Raises Missing without PyTorch.
+    """
+    torch = pytorch()
     q, k, v = (
         torch.randn(*shape, device="cuda", dtype=torch.float16, requires_grad=gradients)
         for _ in range(3)
@@ -154,35 +155,54 @@ def times(
     grad = torch.randn(*shape, device="cuda", dtype=torch.float16)
     attention = torch.nn.functional.scaled_dot_product_attention
     backend = torch.nn.attention.SDPBackend
-    only = torch.nn.attention.sdpa_kernel
-    with only(backend.MATH):  # one head in float32
+    within = torch.nn.attention.sdpa_kernel
+    with within(backend.MATH):  # one head in float32
         expected = attention(*(x[:1, :1].detach().float() for x in (q, k, v)), is_causal=causal)
     work = _Shape(torch, (q, k, v), grad, expected, gradients)
     for name, which in (
         ("torch flash", backend.FLASH_ATTENTION),
         ("torch cudnn", backend.CUDNN_ATTENTION),
     ):
-        with only(which):
-            found = work.timed(functools.partial(attention, q, k, v, is_causal=causal))
-        yield name, found
+        if only in ("", name):
+            with within(which):
+                found = work.timed(functools.partial(attention, q, k, v, is_causal=causal))
+            yield name, found
     for name, call in _flash_attention():
-        yield name, work.timed(functools.partial(call, q, k, v, causal))
-    if triton is not None and not gradients:
-        yield "triton tutorial", work.timed(lambda: triton(q, k, v, causal, shape[3] ** -0.5))
+        if only in ("", name):
+            yield name, work.timed(functools.partial(call, q, k, v, causal))
+    if triton is not None and not gradients and only in ("", TUTORIAL):
+        yield TUTORIAL, work.timed(lambda: triton(q, k, v, causal, shape[3] ** -0.5))
 
 
-def rows(lengths: Iterable[int], gradients: bool, triton: str | None) -> Iterator[dict[str, Any]]:
-    """The timings of all peers, on the shapes of our own."""
-    kernel = None
-    if triton:
-        try:
-            kernel = tutorial(triton)
-        except Missing as error:
-            yield {"kernel": "triton tutorial", "error": str(error)}
+def timings(lengths: Iterable[int], gradients: bool, triton: str | None) -> Iterator[Step]:
+    """A step per peer and shape, on the shapes of our own."""
+    names = ["torch flash", "torch cudnn", *(name for name, _ in _flash_attention())]
+    names += [TUTORIAL] * (triton is not None and not gradients)
+    said: set[str] = set()  # what is missing is said once
     for shape, causal in shapes(lengths):
+        for name in names:
+            yield _timing(name, shape, causal, gradients, triton, said)
+
+
+def _timing(
+    name: str,
+    shape: tuple[int, ...],
+    causal: bool,
+    gradients: bool,
+    triton: str | None,
+    said: set[str],
+) -> Step:
+    full = f"{name}, backward" if gradients else name
+
+    def run(device: Device) -> Iterator[Row]:
         b, h, _, length, _, d = shape
-        for name, found in times((b, h, length, d), causal, gradients, kernel):
-            full = f"{name}, backward" if gradients else name
-            yield timed(full, shape, causal, found, gradients)
-            if name == "torch":  # it is not installed, or finds no card
-                return
+        try:
+            kernel = tutorial(triton) if triton and name == TUTORIAL else None
+            for _, found in times((b, h, length, d), causal, gradients, kernel, name):
+                yield timed(full, shape, causal, found, gradients)
+        except Missing as error:
+            if str(error) not in said:
+                said.add(str(error))
+                yield {"kernel": full, "error": str(error)}
+
+    return Step(title(full, shape, causal), nothing, run, FIRST_CALL)

@@ -35,15 +35,23 @@ def _kill(child: subprocess.Popen) -> None:
         child.wait(5)
 
 
+def _late(limit: float, last: float) -> str:
+    """Why a child was killed."""
+    if time.monotonic() >= last:
+        return "no time left"
+    return f"nothing within {limit:.0f} s"
+
+
 def attend(
     command: Sequence[str],
     take: Callable[[dict[str, Any]], None],
     limit: float,
-    timing_limit: float,
+    altogether: float,
 ) -> tuple[str, str]:
     """Run a child, `take` each JSON object that it writes; "ended", "crashed" or "killed", and why.
 
-    limit : seconds until its timings begin; timing_limit : seconds from there
+    limit : seconds between two objects, until a "step" names another limit
+    altogether : seconds of all
     """
     child = subprocess.Popen(
         command,
@@ -62,13 +70,17 @@ def attend(
     ]
     for reader in readers:
         reader.start()
-    allowed, end = limit, time.monotonic() + limit
+    last = time.monotonic() + altogether
+
+    def allowed() -> float:
+        return max(0.0, min(limit, last - time.monotonic()))
+
     try:
         while True:
             try:
-                line = found.get(timeout=max(0.0, end - time.monotonic()))
+                line = found.get(timeout=allowed())
             except queue.Empty:
-                return "killed", f"no end within {allowed:.0f} s"
+                return "killed", _late(limit, last)
             if line is None:
                 break
             try:
@@ -76,14 +88,12 @@ def attend(
             except ValueError:
                 words.append(line)
                 continue
-            if "phase" in row:
-                allowed, end = timing_limit, time.monotonic() + timing_limit
-            else:
-                take(row)
+            limit = row.get("step", {}).get("limit", limit)
+            take(row)
         try:
-            code = child.wait(max(1.0, end - time.monotonic()))
+            code = child.wait(max(1.0, allowed()))
         except subprocess.TimeoutExpired:
-            return "killed", f"no end within {allowed:.0f} s"
+            return "killed", _late(limit, last)
     finally:
         _kill(child)
         for reader, stream in zip(readers, (child.stdout, child.stderr), strict=True):

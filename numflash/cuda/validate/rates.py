@@ -19,6 +19,7 @@ from ..device.driver import check
 from ..device.operands import Launch
 from ..kernels.rates import BLOCKS, operations, product_rate
 from .attention import median_of
+from .steps import Row, Step, nothing
 
 COPY_BYTES = 1 << 29
 ASKED = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
@@ -34,24 +35,35 @@ def kernels(arch: str) -> list[Key]:
     ]
 
 
-def rows(device: Device) -> Iterator[dict[str, Any]]:
+def timings(arch: str) -> Iterator[Step]:
     """Operations per second of each kind of product, bytes per second of a copy (read and
     written).
     """
-    for factory, arch, options in kernels(device.arch):
-        constants = dict(options)
+    for key in kernels(arch):
+        yield _products(key)
+    yield Step("copy", nothing, lambda device: [copy_row(device)])
+
+
+def _products(key: Key) -> Step:
+    factory, arch, options = key
+    constants = dict(options)
+    name = f"products {constants['dtype']}"
+
+    def run(device: Device) -> Iterator[Row]:
         blocks = BLOCKS * device.multiprocessors
         out = np.zeros(blocks * compiled(factory, arch, "cubin", **constants).threads, np.int32)
         work = Launch(factory, constants, arch, (blocks, 1, 1), (out,), lambda: None)
         seconds = median_of(device, work)
         done = blocks * operations(constants["dtype"], constants["hopper"])
-        yield {
-            "kernel": f"products {constants['dtype']}",
-            "seconds": seconds,
-            "tflops": done / seconds / 1e12,
-        }
+        yield {"kernel": name, "seconds": seconds, "tflops": done / seconds / 1e12}
+
+    return Step(name, lambda: [key], run)
+
+
+def copy_row(device: Device) -> Row:
+    """The copy's time and rate."""
     seconds = copying(device)
-    yield {"kernel": "copy", "seconds": seconds, "bytes_per_second": 2 * COPY_BYTES / seconds}
+    return {"kernel": "copy", "seconds": seconds, "bytes_per_second": 2 * COPY_BYTES / seconds}
 
 
 def copying(device: Device) -> float:

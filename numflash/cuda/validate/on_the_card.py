@@ -1,0 +1,67 @@
+"""Attention of arrays that are on the card: what `arrays.attention` launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...validation import Problem
+from .. import launch
+from ..arrays import quantized
+from ..device.operands import Launch
+from ..device.resident import Card
+
+Results = tuple[np.ndarray, np.ndarray]
+
+
+def launches(
+    problem: Problem, arch: str, empty: Callable[[tuple[int, ...], Any], np.ndarray] = np.zeros
+) -> tuple[list[Launch], Results]:
+    """The launches and their results, out and LSE; memory comes from `empty(shape, dtype)`.
+
+    problem : of float arrays, for precision "int8" float16 or float32
+    """
+    nb, nh, _, length, _, _, dv = problem.shape
+    results = (
+        empty((nb, nh, length, dv), problem.query.dtype),
+        empty((nb, nh, length), np.float32),
+    )
+    if problem.precision != "int8":
+        return [launch.plan(problem, arch, results)], results
+    scratch = empty((quantized.scratch_bytes(problem, arch),), np.uint8)
+    return quantized.plan(problem, arch, problem.query.dtype.name, results, scratch), results
+
+
+def _there(card: Card, x: np.ndarray) -> np.ndarray:
+    """A copy on the card; axes that are broadcast stay so."""
+    part = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides)]
+    memory = card.zeros(part.shape, part.dtype)
+    card.upload(memory, part)
+    return np.broadcast_to(memory, x.shape)
+
+
+def prepared(problem: Problem) -> tuple[Card, Callable[[], None], Results]:
+    """The card with the problem's arrays, what solves it on the card's stream, and the results."""
+    card = Card()
+    names = ("query", "key", "value", "mask", "bias", "sinks")
+    arrays = {name: getattr(problem, name) for name in names}
+    there: dict[str, Any] = {k: _there(card, x) for k, x in arrays.items() if x is not None}
+    card.synchronise()
+    steps, results = launches(replace(problem, **there), card.arch, card.zeros)
+
+    def work() -> None:
+        for step in steps:
+            card.device.submit(step, card.stream)
+
+    return card, work, results
+
+
+def solved(problem: Problem) -> list[np.ndarray]:
+    """Out and LSE, from the card."""
+    card, work, results = prepared(problem)
+    work()
+    card.synchronise()
+    return [card.download(x) for x in results]
