@@ -21,6 +21,7 @@ from .device.operands import (
     Launch,
     aligned,
     band,
+    folding,
     key_places,
     one_mask,
     option_constants,
@@ -210,6 +211,7 @@ def float32_backward(
         "d": padded(d),
         "dv": padded(dv),
         "group": nh // nkv,
+        **folding(nb),
         **option_constants(problem),
     }
     here = resident_ids(results, *arrays, dq, dk, dv_out, mask_at, bias_at)
@@ -282,7 +284,7 @@ def float_backward(
     launches = [
         launch(
             backward_rows,
-            {"dv": dv_wide, "dtype": problem.precision},
+            {"dv": dv_wide, "dtype": problem.precision, **folding(nb)},
             (rows // ROWS, nh, nb),
             ((do, o, lse, stats), strides(do, o), (length, v.shape[-1] * 2, nh, rows)),
             (),  # the statistics stay there
@@ -300,6 +302,7 @@ def float_backward(
         "softcap": bool(problem.softcap),
         "alibi": problem.alibi_slopes is not None,
         "turing": arch == "sm_75",
+        **folding(nb),
     }
     cap = problem.softcap
     factors = tuple(

@@ -20,6 +20,7 @@ from .device.operands import (
     Results,
     aligned,
     band,
+    folding,
     key_places,
     one_mask,
     option_constants,
@@ -191,6 +192,7 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
         "block_k": tiling.key_block,
         "group": group,
         "turing": turing,
+        **folding(nb),
         **_float_options(problem, kind, results),
     }
     chosen, functions = _functions(problem, group, (block_q, tiling.key_block))
@@ -331,6 +333,7 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
         "d": padded(d),
         "dv": padded(dv),
         "group": nh // nkv,
+        **folding(nb),
         **option_constants(problem),
         "sinks": results is not None and problem.sinks is not None,
     }

@@ -22,6 +22,7 @@ from .device.operands import (
     Launch,
     Results,
     band,
+    folding,
     key_places,
     option_constants,
     packed_heads,
@@ -170,6 +171,7 @@ def launch_of(
         "dv": padded(dv),
         "group": group,
         "band": has_band,
+        **folding(nb),
         **option_constants(problem),
         "first_keys": problem.first_keys,
     }

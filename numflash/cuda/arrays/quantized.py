@@ -18,7 +18,7 @@ from ...numerics.quantize_kernels import CHUNK
 from ...numerics.scores import score_unit
 from ...tiling import KEY_BLOCK
 from ...validation import Problem
-from ..device.operands import Launch, key_places, padded, resident_ids
+from ..device.operands import Launch, folding, key_places, padded, resident_ids
 from ..launch_int8 import Chosen, Operands, choose, launch_of, sizes_of
 
 ALIGNMENT = 256  # bytes, of each array in the scratch memory
@@ -113,7 +113,7 @@ def _quantise(
     smooth = problem.smooths
     lengths = key_places(problem, s)[1]
     sums, peaks = memory["sums"], memory["peaks"]
-    sizes = {"d": padded(d), "dv": padded(dv)}
+    sizes = {"d": padded(d), "dv": padded(dv), **folding(nb)}
     look = Launch(
         int8_statistics,
         {**sizes, "source": dtype},
@@ -178,6 +178,7 @@ def _write(
             "pv": problem.pv,
             "smooth": problem.smooths,
             "sinks": problem.sinks is not None,
+            **folding(nb),
         },
         arch,
         (-(-length // WARPS), nh, nb),

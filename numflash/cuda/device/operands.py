@@ -64,6 +64,11 @@ class Launch:
         return grid
 
 
+def folding(batch: int) -> dict[str, bool]:
+    """The constant of a kernel whose grid has more batch entries than its last axis takes."""
+    return {"folded": True} if batch > MOST_BLOCKS[2] else {}
+
+
 def padded(d: int) -> int:
     """The smallest head size that a kernel is built for and that holds d."""
     return smallest(d, CUDA_HEAD_DIMS)

@@ -107,6 +107,7 @@ def flash_backward(
     softcap: bool = False,
     alibi: bool = False,
     turing: bool = False,
+    folded: bool = False,
 ) -> Source:
     """The kernel for padded head sizes d and dv.
 
@@ -137,7 +138,7 @@ def flash_backward(
     c_size = columns * d_bytes
     e_size = columns * dv_bytes
     # the first keys are seen by most queries
-    find_block = make_find_block(rows, band and not of_keys)
+    find_block = make_find_block(rows, band and not of_keys, folded)
     stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
     has_mask, float_mask = bool(mask), mask == "float"
     transform = softcap or alibi or float_mask

@@ -75,6 +75,7 @@ def backward_float32(
     bias: bool = False,
     softcap: bool = False,
     alibi: bool = False,
+    folded: bool = False,
 ) -> Source:
     """The kernel for head sizes up to d and dv, multiples of 32.
 
@@ -84,7 +85,7 @@ def backward_float32(
     d_parts, dv_parts, heads_of_other = d // 32, dv // 32, group if of_keys else 1
     load_a, dot_a, add_a, store_a = make_row(d)
     load_b, dot_b, add_b, store_b = make_row(dv)
-    find_block = make_find_block(WARPS)
+    find_block = make_find_block(WARPS, folded=folded)
 
     # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
     # their own would all take as arguments.

@@ -23,7 +23,7 @@ INFINITE, NAN = f32(math.inf), f32(math.nan)
 SIGNATURE = types.void(types.UniTuple(u64, 4), types.UniTuple(i64, 6), types.UniTuple(i32, 4))
 
 
-def backward_rows(dv: int, dtype: str = "float16") -> Source:
+def backward_rows(dv: int, dtype: str = "float16", folded: bool = False) -> Source:
     """The kernel for rows of up to `dv` numbers, a multiple of 8.
 
     A row that attends to nothing has LSE -inf and gets +inf here, as rows beyond the last: their
@@ -33,7 +33,7 @@ def backward_rows(dv: int, dtype: str = "float16") -> Source:
     chunks = dv // 8
     turns = -(-chunks // LANES)
     is_half = dtype == "float16"
-    find_block = make_find_block(ROWS)
+    find_block = make_find_block(ROWS, folded=folded)
 
     def rows(pointers, strides, sizes):
         grad, out, lse_at, stats = pointers

@@ -94,6 +94,7 @@ def flash_float(
     dtype: str = "float16",
     group: int = 1,
     turing: bool = False,
+    folded: bool = False,
     **options: Any,
 ) -> Source:
     """The kernel for padded head sizes d and dv.
@@ -102,7 +103,7 @@ def flash_float(
     ----------
     block_q : query rows per block, 16 per warp;  block_k : keys per tile, a multiple of 16
     group : query heads per key head
-    turing : sm_75
+    turing : sm_75;  folded : see `make_find_block`
     options : those of `ScoreOptions`
     """
     chosen = ScoreOptions(**options)
@@ -131,7 +132,7 @@ def flash_float(
 
     tile_range, find_block = (
         make_tile_range(block_q, block_k, group, band),
-        make_find_block(block_q, band),
+        make_find_block(block_q, band, folded),
     )
     load_q = make_load_rows(block_q, d_bytes, threads, group, not turing)
     load_k = make_load_tile(block_k, d_bytes, threads, not turing)

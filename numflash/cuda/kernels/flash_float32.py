@@ -46,12 +46,13 @@ def flash_float32(
     alibi: bool = False,
     sinks: bool = False,
     functions: str = "",
+    folded: bool = False,
 ) -> Source:
     """The kernel for head sizes up to d and dv, multiples of 32; options as for `flash_float`."""
     changes, masks = known(functions).changes, known(functions).masks
     new_score = make_root(OWN, functions, "score")
     lets_pass = make_root(OWN, functions, "mask")
-    d_parts, dv_parts, find_block = d // 32, dv // 32, make_find_block(WARPS)
+    d_parts, dv_parts, find_block = d // 32, dv // 32, make_find_block(WARPS, folded=folded)
 
     # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
     # their own would all take as arguments.

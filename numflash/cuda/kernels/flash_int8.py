@@ -93,6 +93,7 @@ def flash_int8(
     turing: bool = False,
     halves: int = 1,
     first_keys: int = FIRST_KEYS,
+    folded: bool = False,
     **options: Any,
 ) -> Source:
     """The kernel for padded head sizes d and dv.
@@ -135,7 +136,7 @@ def flash_int8(
     band = chosen.band
     tile_range, find_block = (
         make_tile_range(block_q, block_k, group, band),
-        make_find_block(block_q, band),
+        make_find_block(block_q, band, folded),
     )
     add_bytes = make_byte_values(value_tiles, planes, turing)
     add_floats = make_float_values(dv, value_tiles, threads, bool(paired))

@@ -90,6 +90,7 @@ def flash_int8_hopper(
     group: int = 1,
     packed: int = 1,
     first_keys: int = FIRST_KEYS,
+    folded: bool = False,
     **options: Any,
 ) -> Source:
     """The kernel for padded head sizes d and dv (multiples of 32).
@@ -121,7 +122,7 @@ def flash_int8_hopper(
     band = chosen.band
     tile_range, find_block = (
         make_tile_range(BLOCK_Q, block_k, packed, band),
-        make_find_block(BLOCK_Q, band),
+        make_find_block(BLOCK_Q, band, folded),
     )
     describe_rows = make_describe_rows(packed, chosen, first_keys)
     begin_rows = make_begin_rows(d, dv, value_tiles, chosen, False, first_keys)

@@ -175,14 +175,14 @@ def make_sum_and_peak(turns: int, source: str) -> Any:
     return sum_and_peak
 
 
-def int8_statistics(d: int, dv: int, source: str) -> Source:
+def int8_statistics(d: int, dv: int, source: str, folded: bool = False) -> Source:
     """Sums of K's channels and peaks of V's, of the finite rows of a chunk of keys.
 
     Padded head sizes; `source` is the dtype of K and V. Blocks: chunks, KV heads of V and then,
     where K is smoothed, of K, batches.
     """
     sum_and_peak = make_sum_and_peak((max(d, dv) + 31) // 32, source)
-    find_block = make_find_block(CHUNK)
+    find_block = make_find_block(CHUNK, folded=folded)
 
     def statistics(pointers, strides, sizes):
         k, v, lengths, sums, peaks = pointers
@@ -252,6 +252,7 @@ def int8_quantize(
     source: str,
     smooth: bool = True,
     softcap: bool = False,
+    folded: bool = False,
 ) -> Source:
     """Everything that `launch_int8.Operands` holds, from Q, K, V and their statistics.
 
@@ -263,7 +264,7 @@ def int8_quantize(
     turns = (max(d, dv, width) + 31) // 32
     read_row = make_read_row(turns, source)
     scale_query, scale_key = make_scale_row(turns, False), make_scale_row(turns, smooth)
-    find_means, find_block = make_find_means(smooth), make_find_block(ROWS)
+    find_means, find_block = make_find_means(smooth), make_find_block(ROWS, folded=folded)
     fine_unit = f32(1 / fx.FINER)
 
     @device_function

@@ -52,7 +52,13 @@ def bfloat16_of(x):
 
 
 def int8_results(
-    d: int, dv: int, dtype: str, pv: str = "int8", smooth: bool = True, sinks: bool = False
+    d: int,
+    dv: int,
+    dtype: str,
+    pv: str = "int8",
+    smooth: bool = True,
+    sinks: bool = False,
+    folded: bool = False,
 ) -> Source:
     """The kernel for padded head sizes, the dtype of the caller's output, and the weights of `pv`.
 
@@ -61,7 +67,11 @@ def int8_results(
     wide, size = dtype == "float32", 4 if dtype == "float32" else 2
     unit = f32(1 / fx.WEIGHT_ONE[pv])
     narrow = bfloat16_of if dtype == "bfloat16" else half_of
-    turns, v_turns, find_block = (d + 31) // 32, (dv + 31) // 32, make_find_block(WARPS)
+    turns, v_turns, find_block = (
+        (d + 31) // 32,
+        (dv + 31) // 32,
+        make_find_block(WARPS, folded=folded),
+    )
 
     def results(pointers, strides, sizes, factors):
         found, m, l, q, q_scale, means, sinks_at, out, lse_out = pointers

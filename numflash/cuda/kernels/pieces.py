@@ -260,12 +260,13 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
 
 
 @functools.cache
-def make_find_block(rows: int, last_first: bool = False) -> Any:
+def make_find_block(rows: int, last_first: bool = False, folded: bool = False) -> Any:
     """find_block(total): this block's first row of `total`, its head and its batch entry.
 
     A block has `rows` rows. The grid is tiles of rows, heads, batch entries; where these are more
-    than its last axis takes, tiles of rows of one batch entry after the other, heads
-    (`Launch.blocks`).
+    than its last axis takes, it is `folded`: tiles of rows of one batch entry after the other,
+    heads (`Launch.blocks`). That is code of its own: what a division gives takes a register, and a
+    block's number none.
 
     With `last_first`, for a band, the last rows, which attend to most keys when causal, start
     first: the short ones fill the end of the launch.
@@ -273,15 +274,23 @@ def make_find_block(rows: int, last_first: bool = False) -> Any:
 
     @device_function
     def find_block(total):
+        tile = (
+            u32(u32(cuda.gridDim.x) - u32(1) - u32(cuda.blockIdx.x))
+            if last_first
+            else u32(cuda.blockIdx.x)
+        )
+        return i32(tile * u32(rows)), i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+
+    @device_function
+    def find_folded(total):
         tiles = u32(u32(total + rows - 1) // u32(rows))
-        block = u32(cuda.blockIdx.x)
-        folded = ptx.udiv(block, tiles)
-        tile = u32(block - folded * tiles)
+        batch = ptx.udiv(u32(cuda.blockIdx.x), tiles)
+        tile = u32(u32(cuda.blockIdx.x) - batch * tiles)
         if last_first:
             tile = u32(tiles - u32(1) - tile)
-        return i32(tile * u32(rows)), i32(cuda.blockIdx.y), i32(i32(cuda.blockIdx.z) + i32(folded))
+        return i32(tile * u32(rows)), i32(cuda.blockIdx.y), i32(batch)
 
-    return find_block
+    return find_folded if folded else find_block
 
 
 @device_function
