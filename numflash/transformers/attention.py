@@ -33,8 +33,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 # What some models pass beside a mask, and put into the mask itself only for 'sdpa' and 'eager': keys of each
 # query, and a sink of each query.
 CHOSEN_KEYS = {
-    "indices": "'sdpa' or 'eager'",
-    "block_indices": "'sdpa' or 'eager'",
+    "indices": "'eager', or 'sdpa' where the model has it",
+    "block_indices": "'eager', or 'sdpa' where the model has it",
     "sinks": "'eager'",
 }  # and what computes them
 # Models that change a float mask between transformers and the attention function, and what computes them.
@@ -294,7 +294,7 @@ def mask(
     looked at.
     """
     bidirectional = mask_function is masking_utils.bidirectional_mask_function
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     where: dict[str, Any] = {"kv_offset": kv_offset, "attention_mask": attention_mask}
     if eager_only(options.get("config")):
         skip = masking_utils._ignore_bidirectional_mask_sdpa(attention_mask, kv_length)

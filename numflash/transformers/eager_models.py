@@ -21,8 +21,7 @@ from torch import Tensor
 _known: dict[type, bool] = {}
 
 
-def _classes(of: type = transformers.PreTrainedModel) -> Iterator[type]:
-    each: type
+def _classes(of: Any = transformers.PreTrainedModel) -> Iterator[type]:
     for each in of.__subclasses__():
         yield each
         yield from _classes(each)

@@ -301,11 +301,14 @@ def test_what_is_refused():
         attend(layer, x, x, x, None, cache=object())
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
-def test_keys_or_sinks_of_each_query_are_refused(name):
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("indices", "'eager', or 'sdpa'"), ("block_indices", "or 'sdpa'"), ("sinks", "'eager'$")],
+)
+def test_keys_or_sinks_of_each_query_are_refused(name, instead):
     """Models that choose keys put them into the mask for 'eager' and 'sdpa' only."""
     x = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ArgumentError, match=f"{name}: got one"):
+    with pytest.raises(ArgumentError, match=f"{name}: got one.*take .*{instead}"):
         attend(torch.nn.Identity(), x, x, x, None, **{name: torch.zeros(1, 2, 4, 1)})
 
 
