@@ -117,14 +117,15 @@ def flash_float(
     # Q's fragments stay in registers where there is room (the ladder's rung 7)
     keep_q = d < (96 if mask else 128)
     n_qf = n_q if keep_q else 4
-    wide = max(d, dv) > 128  # no register is left: slopes are read again for every tile
+    # no register is left: slopes are read again for every tile, fewer scores adjusted at a time
+    wide = max(d, dv) > 128
     shift_k, xor_k = swizzle_of(d_bytes)
     shift_v, xor_v = swizzle_of(dv_bytes)
     stages = 1 if turing else 2
     q_size, k_size, v_size = block_q * max(d_bytes, dv_bytes), block_k * d_bytes, block_k * dv_bytes
     scaled = chosen.transforms and not changes  # by `adjust`
     adjusted = scaled or softcap or alibi or bool(mask)
-    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask)
+    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask, 2 if wide else 4)
     transform = chosen.transforms or changes
     find_tiles, start_of, is_full, _ = make_tile_list(OWN, listed, block_k)
     change = make_apply(OWN, functions, "score", key_tiles)
