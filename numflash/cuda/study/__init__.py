@@ -210,7 +210,7 @@ def _hopper_launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.nda
         (maps, out, lse, place[:1], place[1:], place, place, place),
         (0, 0, 2 * d, 0, 0, 0, 0),
         (length, 2 * d, 1, 0, 0, length // 128, 1, 1),
-        (np.float32(LOG2E / np.sqrt(d)), np.float32(0)),
+        (np.float32(LOG2E / np.sqrt(d)), np.float32(0), np.float32(0)),
     )
     return Launch(
         factory(rung),
