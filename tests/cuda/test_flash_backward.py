@@ -3,8 +3,6 @@
 Within twice the error of gradients by rounded weights.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import oracles
 import pytest
@@ -19,8 +17,8 @@ from hypothesis import strategies as st
 import numflash
 from numflash.cuda import launch_backward
 from numflash.cuda.arrays.calls import dense
-from numflash.cuda.validate import attention as validate
-from numflash.cuda.validate.cases import problem_of
+from numflash.cuda.validate import compare
+from numflash.cuda.validate.cases import gradient_operands, problem_of
 from numflash.errors import UnsupportedError
 
 HMMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
@@ -344,21 +342,17 @@ def test_an_expanded_gradient_gets_memory():
     assert dense(heads_last) is heads_last
 
 
-def test_validation_compares_with_float64_and_sees_a_wrong_card(monkeypatch):
-    def card(wrong):
-        def run(problem, grad, out, lse):
-            found, _ = launch_backward.emulated(
-                launch_backward.float_backward(problem, grad, out, lse, "sm_80")
-            )
-            return found[0], found[1] * np.float16(wrong), found[2]
-
-        return run
-
+def test_validation_compares_with_float64_and_sees_a_wrong_card():
     problem = problem_of((1, 1, 1, 33, 40, 64), "float16", {})
-    for wrong, passed in ((1, True), (1.01, False)):
-        monkeypatch.setattr(validate.launch_backward, "run", card(wrong))
-        row = validate.gradient_row(SimpleNamespace(arch="sm_80"), problem)
-        assert row["passed"] is passed and row["equal_bits"] and max(row["emulator_error"]) < 1e-3
+    operands = gradient_operands(problem)
+    emulated, _ = launch_backward.emulated(
+        launch_backward.float_backward(problem, *operands, "sm_80")
+    )
+    for wrong, passed in ((1, True), (1.01, False), (np.nan, False)):
+        card = emulated[0], emulated[1] * np.float16(wrong), emulated[2]
+        for known in (emulated, None):
+            row = compare.gradients(problem, operands, card, known)
+            assert row["passed"] is passed and max(row["card_error"][::2]) < 1e-3
 
 
 @pytest.mark.parametrize(("l", "s"), [(0, 5), (5, 0)])
