@@ -62,6 +62,7 @@ def attend(
         start_new_session=True,
     )
     found: queue.Queue[str | None] = queue.Queue()
+    printed: list[str] = []  # lines of stdout that are no rows
     words: list[str] = []
     assert child.stdout is not None and child.stderr is not None
     readers = [
@@ -86,7 +87,7 @@ def attend(
             try:
                 row = json.loads(line)
             except ValueError:
-                words.append(line)
+                printed.append(line)
                 continue
             limit = row.get("step", {}).get("limit", limit)
             take(row)
@@ -103,4 +104,5 @@ def attend(
     if code == 0:
         return "ended", ""
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    return "crashed", f"{how}: {''.join(words[-LAST_WORDS:]).strip()}"
+    said = printed + words  # stderr, where the reason is, comes last
+    return "crashed", f"{how}: {''.join(said[-LAST_WORDS:]).strip()}"
