@@ -304,17 +304,35 @@ def make_backward(name: str):
             prepare(x.q, x.skip, n, chunk, room.q[slot], room.q_packed[slot])
             prepare(x.do, x.skip, n, chunk, room.do[slot], room.do_packed[slot])
 
+    if group == 1:
+
+        @inlined
+        def part_of(scratch, worker):
+            """One worker's part: float32 operands of products are where they were computed."""
+            scores, slopes = scratch.scores[worker], scratch.slopes[worker]
+            turned, k = scratch.transposed[worker], scratch.k[worker]
+            return Work(
+                scores, slopes, turned, scores, slopes, turned, k, scratch.v[worker], k,
+                scratch.room[worker], scratch.dk[worker], scratch.dv[worker],
+            )  # fmt: skip
+
+    else:
+
+        @inlined
+        def part_of(scratch, worker):
+            return Work(
+                scratch.scores[worker], scratch.slopes[worker], scratch.transposed[worker],
+                scratch.p[worker], scratch.ds[worker], scratch.ds_turned[worker],
+                scratch.k[worker], scratch.v[worker], scratch.k_right[worker], scratch.room[worker],
+                scratch.dk[worker], scratch.dv[worker],
+            )  # fmt: skip
+
     @inline(twice=True)
     def work_of(worker, x, factors, options, sizes, counter, scratch, room, out):
         """One worker: shares, as long as there are any."""
         s, splits = sizes.keys, sizes.splits
         n_heads, length = x.q.shape[0], room.q.shape[1]  # whole panels
-        work = Work(
-            scratch.scores[worker], scratch.slopes[worker], scratch.transposed[worker],
-            scratch.p[worker], scratch.ds[worker], scratch.ds_turned[worker],
-            scratch.k[worker], scratch.v[worker], scratch.k_right[worker], scratch.room[worker],
-            scratch.dk[worker], scratch.dv[worker],
-        )  # fmt: skip
+        work = part_of(scratch, worker)
         begin_tiles()
         dense = Dense(
             options.mask.reshape(options.mask.size),
@@ -457,10 +475,11 @@ def _kinds(
 
 
 def _named(isa: str, arrays: list[np.ndarray]) -> tuple[Scratch, Prepared, list[np.ndarray]]:
-    """The arrays of `_kinds`: of float32 both operands of a product are the sums' own memory."""
+    """The arrays of `_kinds`; empty ones where float32 needs none of its own."""
     scores, slopes, transposed, k, v, dk, dv = arrays[:7]
     room, rest = Prepared._make(arrays[7:12]), arrays[12:]
-    left = [scores, slopes, transposed, k, scores[:, :0]]
+    none = scores[:, :0]
+    left = [none, none, none, k[:, :0], none]
     if FLOAT_ISAS[isa].group == 2:
         left, rest = rest[:5], rest[5:]
     p, ds, turned, k_right, floats = left

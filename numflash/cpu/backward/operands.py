@@ -101,9 +101,9 @@ class Scratch(NamedTuple):
 
     scores, slopes (W, KEYS * QUERIES) : S^T, then dP^T and dS^T
     transposed (W, (QUERIES and a register tile's rows) * KEYS) : dS
-    p, ds, ds_turned : P^T, dS^T and dS as left operands; of float32 the memory of the first three
+    p, ds, ds_turned : P^T, dS^T and dS as left operands; empty for float32, which has the first three
     k, v (W, KEYS, columns) : a block's keys and values as left operands
-    k_right : its keys as a right operand; of float32 the memory of k
+    k_right : its keys as a right operand; empty for float32, which has k
     room (W, KEYS * most columns) float32 : rows on their way to bfloat16, empty for float32
     dk, dv (W, KEYS, columns)
     """
