@@ -539,7 +539,7 @@ MUTANTS = [
     Mutant("cache/damage.py", "and (rest >= 0).all()", "", STATES),
     Mutant(
         "cache/contents.py",
-        'oldest=given["oldest"].copy()',
+        'oldest=np.array(given["oldest"])',
         "oldest=memory.oldest",
         RINGS,
     ),
