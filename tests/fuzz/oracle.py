@@ -22,6 +22,7 @@ LARGEST = float(np.finfo(np.float32).max)
 TINY = 2.0**-112  # float weights below may be 0, and so may what bfloat16 has below 2**-126
 NO_SCALE = 2.0**-100  # peaks below count as zero in the integer pipeline
 EPS = 2.0**-24
+BFLOAT16 = 2.0**-8  # a rounding, or two of them
 FLOAT_VALUES = ("bf16", "fp32")  # pv of INT8 attention whose values are floats
 SUBNORMAL = 2.0**-149  # float32's smallest step
 EPS_OF = {"float32": 2.0**-24, "float64": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -430,6 +431,8 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
         # products below float32's normal numbers; a large scale makes their steps larger, too
         e_ds = e_ds + terms * TINY * largest + terms * SUBNORMAL * max(largest, 1.0) * abs(scale)
         e_p = e_p + terms * TINY
+        if precision == "bfloat16":  # operands of the last three products are rounded to it
+            e_p, e_ds = e_p + np.abs(p) * BFLOAT16, e_ds + np.abs(ds) * BFLOAT16
         e_dq = e_ds @ np.abs(kh)
         e_dk = e_ds.swapaxes(2, 3) @ np.abs(q)
         e_dv = e_p.swapaxes(2, 3) @ np.abs(do)
