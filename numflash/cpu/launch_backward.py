@@ -16,7 +16,7 @@ from ..jit.threads import count, limit, one_at_a_time
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import workers
 from ..validation import LARGEST_LSE, Problem
-from .backward import backward_rows, flash_backward
+from .backward import backward_rows, tiled
 from .backward.held import Given, examine
 from .floats.float_isas import FLOAT_ISAS
 from .isa.isas import padded
@@ -71,7 +71,7 @@ def _solve(
     if isa == "portable":
         _rows(problem, False, found.held, operands, lse, found.exact_delta, gradients)
     else:
-        flash_backward.run(problem, isa, operands, found, gradients)
+        tiled.run(problem, isa, operands, found, gradients)
     if not found.held.all():
         rest = ~(found.held | np.isneginf(lse))
         _rows(problem, True, rest, operands, lse, found.exact_delta, gradients)
@@ -102,7 +102,7 @@ def _rows(
         np.where(np.isneginf(lse), lse, np.inf),
         np.multiply(lse, LOG2E, dtype=np.float64),
     )
-    limit = np.inf if double else flash_backward.FINITE  # 0 * infinity is no number
+    limit = np.inf if double else tiled.FINITE  # 0 * infinity is no number
     scales = tuple(float(np.clip(x, -limit, limit)) for x in (problem.scale * LOG2E, problem.scale))
     options = semantics(problem)._replace(functions=slope_functions(problem, double))
     threads = numba.get_num_threads()

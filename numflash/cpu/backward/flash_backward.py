@@ -31,43 +31,25 @@ such a row, or gives them weight 0.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from ...jit.compiler import inline, kernel
 from ...jit.parallel import over_tasks
-from ...jit.scratch import scratch
-from ...numerics.fixedpoint import LOG2E
-from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
 from ..floats.float_rows import row_narrow, row_scale
 from ..floats.float_tiles import score_tile, value_tile
 from ..isa.amx_tiles import tile_state
-from ..isa.isas import padded
 from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import next_task
 from .edge_rows import Dense, make_edge_rows
-from .head_rows import add_parts, make_head_rows, store_rows
-from .held import Found
-from .operands import (
-    KEYS,
-    QUERIES,
-    Factors,
-    Gradients,
-    Operands,
-    Prepared,
-    Scratch,
-    Sizes,
-    options_of,
-)
+from .head_rows import make_head_rows, store_rows
+from .operands import KEYS, QUERIES, Scratch
 from .row_gradients import row_gradients
 
 F = np.float32
-TASKS = 16  # shares that a problem is cut into, at least, where it has so many key blocks
-FINITE = float(np.finfo(F).max)
 inlined = inline(forceinline=True)  # a call would copy the options and arrays of its tuples
 
 
@@ -93,25 +75,6 @@ class Tile(NamedTuple):
     columns: int
     near: int
     far: int
-
-
-class Work(NamedTuple):
-    """One worker's part of `Scratch`; until dS is there, slopes of score functions are in
-    `transposed`.
-    """
-
-    scores: np.ndarray
-    slopes: np.ndarray
-    transposed: np.ndarray
-    p: np.ndarray
-    ds: np.ndarray
-    ds_turned: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    k_right: np.ndarray
-    room: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
 
 
 class Left(NamedTuple):
@@ -145,8 +108,15 @@ def make_backward(name: str):
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     visible, keys_seen, call_functions, change = make_edge_rows(name)
     prepare, _, take, pair = make_head_rows(name)
-    score = score_tile(name, nv, scaled=not name.startswith("amx"))
+    matrix = name.startswith("amx")
+    score = score_tile(name, nv, scaled=not matrix)
     scale = row_scale(name)
+    if matrix:
+        sums = score
+
+        @inline
+        def score(x, row, width, packed, source, steps, factor, out, to, stride):
+            sums(x, row, width, packed, source, steps, out, to, stride)
 
     @inline
     def add_product(left, b, at, steps, out, to):
@@ -167,31 +137,18 @@ def make_backward(name: str):
                     value1(left.data, where, stride, b, source, step, count, out, target, width)
             t += n
 
-    if name.startswith("amx"):
-
-        @inline
-        def products(x, packed, factor, tile, out):
-            width = x.shape[1]
-            for at in range(0, tile.columns, panel):
-                source = (tile.query + at) * width
-                for r in range(tile.near, tile.far, mr):
-                    to = r * QUERIES + at
-                    score(x, r * width, width, packed, source, width // group, out, to, QUERIES)
-            if factor != F(1):
-                for r in range(tile.near, tile.far):
-                    scale(out, r * QUERIES, tile.columns // lanes, factor)
-
-    else:
-
-        @inline
-        def products(x, packed, factor, tile, out):
-            """out = x.packed^T * factor: rows of a block of keys against the tile's queries."""
-            width = x.shape[1]
-            for at in range(0, tile.columns, panel):
-                source = (tile.query + at) * width
-                for r in range(tile.near, tile.far, mr):
-                    row, to, steps = r * width, r * QUERIES + at, width // group
-                    score(x, row, width, packed, source, steps, factor, out, to, QUERIES)
+    @inline
+    def products(x, packed, factor, tile, out):
+        """out = x.packed^T * factor: rows of a block of keys against the tile's queries."""
+        width = x.shape[1]
+        for at in range(0, tile.columns, panel):
+            source = (tile.query + at) * width
+            for r in range(tile.near, tile.far, mr):
+                row, to, steps = r * width, r * QUERIES + at, width // group
+                score(x, row, width, packed, source, steps, factor, out, to, QUERIES)
+        if matrix and factor != F(1):  # matrix tiles store plain sums
+            for r in range(tile.near, tile.far):
+                scale(out, r * QUERIES, tile.columns // lanes, factor)
 
     @inline
     def query_span(options, b, key, keys, length, s):
@@ -308,10 +265,12 @@ def make_backward(name: str):
 
         @inlined
         def part_of(scratch, worker):
-            """One worker's part: float32 operands of products are where they were computed."""
+            """One worker's part of `Scratch`. Until dS is there, slopes of score functions are in
+            `transposed`; float32 operands of products are where they were computed.
+            """
             scores, slopes = scratch.scores[worker], scratch.slopes[worker]
             turned, k = scratch.transposed[worker], scratch.k[worker]
-            return Work(
+            return Scratch(
                 scores, slopes, turned, scores, slopes, turned, k, scratch.v[worker], k,
                 scratch.room[worker], scratch.dk[worker], scratch.dv[worker],
             )  # fmt: skip
@@ -320,7 +279,7 @@ def make_backward(name: str):
 
         @inlined
         def part_of(scratch, worker):
-            return Work(
+            return Scratch(
                 scratch.scores[worker], scratch.slopes[worker], scratch.transposed[worker],
                 scratch.p[worker], scratch.ds[worker], scratch.ds_turned[worker],
                 scratch.k[worker], scratch.v[worker], scratch.k_right[worker], scratch.room[worker],
@@ -384,104 +343,3 @@ def make_backward(name: str):
         over_tasks(work_of, sizes.workers, given)
 
     return run
-
-
-def run(
-    problem: Problem,
-    isa: str,
-    operands: tuple[np.ndarray, ...],
-    found: Found,
-    gradients: tuple[np.ndarray, ...],
-) -> None:
-    """dQ, dK and dV of all rows that float32 holds, by the kernel of `isa`.
-
-    operands q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32, contiguous; found as
-    `held.examine` finds it; gradients as q, k and v, written.
-    """
-    _, nh, nkv, _, s, _, _ = problem.shape
-    q, k, v, do = operands
-    n, group = q.shape[0], nh // nkv
-    workers = numba.get_num_threads()
-    splits = max(1, min(-(-TASKS // n), -(-s // keys_of_block(isa))))
-    factor, scale = (
-        F(min(max(x, -FINITE), FINITE)) for x in (problem.scale * LOG2E, problem.scale)
-    )
-    with scratch.arrays(_kinds(problem, isa, n, splits, workers)) as arrays:
-        tiles, room, copies = _named(isa, arrays)
-        dq, dk, dv = gradients
-        out = Gradients(dq, *copies) if copies else Gradients(dq, dk, dv)
-        skip = found.held[:, :0] if found.held.all() else ~found.held
-        x = Operands(q, k, v, do, skip, found.lse, found.delta)
-        if splits > 1:
-            prepare_all = make_head_rows(isa).prepare_all
-            prepare_all(q, skip, room.q, room.q_packed)
-            prepare_all(do, skip, room.do, room.do_packed)
-        make_backward(isa)(
-            x,
-            Factors(factor, scale, F(1) if copies else scale),
-            options_of(problem, found.hidden),
-            Sizes(nh, nkv, s, splits, workers),
-            np.zeros(1, np.int64),
-            tiles,
-            room,
-            out,
-        )
-        if splits > 1:
-            add_parts(room.dq, scale, dq)
-        if copies:
-            for part, by, whole in zip(copies, (scale, F(1)), (dk, dv), strict=True):
-                add_parts(part.reshape(-1, group, *part.shape[1:]), by, whole)
-
-
-def _kinds(
-    problem: Problem, isa: str, n: int, splits: int, workers: int
-) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Names, dtypes and shapes of scratch arrays.
-
-    Those of `Scratch` and `Prepared` that have memory of their own, and copies of dK and dV if
-    heads share them.
-    """
-    _, nh, nkv, length, s, d, dv = problem.shape
-    tiles = FLOAT_ISAS[isa]
-    unit = max(tiles.lanes, tiles.step)
-    high, wide, columns = padded(length, tiles.panel), padded(d, unit), padded(dv, unit)
-    slots = workers if splits == 1 else n
-    turned, tile = (workers, (QUERIES + tiles.rows) * KEYS), (workers, KEYS * QUERIES)
-    operand = F if tiles.group == 1 else np.uint16
-    kinds: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "backward scores": (F, tile),
-        "backward slopes": (F, tile),
-        "backward transposed": (F, turned),
-        "backward keys": (operand, (workers, KEYS, wide)),
-        "backward values": (operand, (workers, KEYS, columns)),
-        "backward gradients of keys": (F, (workers, KEYS, wide)),
-        "backward gradients of values": (F, (workers, KEYS, columns)),
-        "backward queries": (operand, (slots, high, wide)),
-        "backward queries packed": (operand, (slots, high * wide)),
-        "backward output gradients": (operand, (slots, high, columns)),
-        "backward output gradients packed": (operand, (slots, high * columns)),
-        "backward gradients of queries": (F, (slots, splits, high + tiles.rows, wide)),
-    }
-    if tiles.group == 2:
-        kinds["backward weights, bfloat16"] = operand, tile
-        kinds["backward slopes, bfloat16"] = operand, tile
-        kinds["backward transposed, bfloat16"] = operand, turned
-        kinds["backward pairs of keys"] = operand, (workers, KEYS, wide)
-        kinds["backward rows as floats"] = F, (workers, KEYS * max(wide, columns))
-    if nh > nkv:
-        kinds["backward copies of key gradients"] = F, (n, s, d)
-        kinds["backward copies of value gradients"] = F, (n, s, dv)
-    return kinds
-
-
-def _named(isa: str, arrays: list[np.ndarray]) -> tuple[Scratch, Prepared, list[np.ndarray]]:
-    """The arrays of `_kinds`; empty ones where float32 needs none of its own."""
-    scores, slopes, transposed, k, v, dk, dv = arrays[:7]
-    room, rest = Prepared._make(arrays[7:12]), arrays[12:]
-    none = scores[:, :0]
-    left = [none, none, none, k[:, :0], none]
-    if FLOAT_ISAS[isa].group == 2:
-        left, rest = rest[:5], rest[5:]
-    p, ds, turned, k_right, floats = left
-    work = Scratch(scores, slopes, transposed, p, ds, turned, k, v, k_right, floats, dk, dv)
-    return work, room, rest

@@ -97,7 +97,8 @@ class Sizes(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Tiles of W workers, on cache lines. The first three and the sums are float32.
+    """Tiles of W workers, on cache lines, or without the first dimension those of one. The first
+    three and the sums are float32.
 
     scores, slopes (W, KEYS * QUERIES) : S^T, then dP^T and dS^T
     transposed (W, (QUERIES and a register tile's rows) * KEYS) : dS
