@@ -35,6 +35,13 @@ def test_gradients_are_those_of_float64(score_mod, mask_mod):
     assert_close(gradients(score_mod, mask_mod), wanted)
 
 
+@pytest.mark.parametrize(("score_mod", "mask_mod"), SMOOTH)
+def test_gradients_by_bfloat16_products(score_mod, mask_mod):
+    """Of float32 arrays, rounded first. By float32 products where the CPU multiplies no bfloat16."""
+    wanted = gradients(score_mod, mask_mod, "reference", precision="bfloat16")
+    assert_close(gradients(score_mod, mask_mod, precision="bfloat16"), wanted, 1e-2)
+
+
 @pytest.mark.slow
 def test_the_portable_kernel_and_built_in_options():
     options = {"softcap": 3.0, "is_causal": True}
