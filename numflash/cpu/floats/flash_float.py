@@ -39,7 +39,7 @@ from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_tile, full_run, has_holes, trimmed
-from ..isa.vectors import address, next_task, prefetch_line
+from ..isa.vectors import address, next_task, prefetch_line, prefetch_written
 from ..semantics import Dense, row_of, seen_range, step_of
 from . import float_rows
 from . import float_tiles as tiles
@@ -78,6 +78,8 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     exceeds = float_rows.row_exceeds(name)
     weights = float_rows.row_weights(name)
     scale = float_rows.row_scale(name)
+    total_of = float_rows.row_total(name)
+    times = float_rows.row_times(name)
     softcap = float_rows.row_softcap(name)
     softcap_seen = float_rows.row_softcap(name, hidden=True)
     alibi = float_rows.row_alibi(name)
@@ -367,24 +369,24 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         m, magnitude = state.m, reinterpret(state.magnitude, np.float32)
         out, lse, redo = results
         for i in range(tile.real):
-            result, sums, bits = out[tile.n, tile.row + i], state.o[i], np.uint32(0)
-            total = F(0)
-            for t in range(lanes):
-                total = total + state.l[i, t]
-            r = F(0) if total == F(0) else F(1) / total
-            # without keys `sums` may be NaN: 0 * NaN of keys that other rows attend to
+            result, sums = out[tile.n, tile.row + i], state.o[i]
+            total = total_of(state.l, i * lanes)
             seen = state.hi[i] > state.lo[i]
-            for t in range(result.size):
-                result[t] = sums[t] * r if seen else F(0)
-            words = reinterpret(result, np.uint32)
-            for t in range(result.size):
-                bits = max(bits, np.uint32(words[t] & np.uint32(0x7FFFFFFF)))
+            infinite = False
+            if seen:
+                r, whole = F(0) if total == F(0) else F(1) / total, result.size // lanes
+                infinite = times(sums, 0, whole, r, result, 0)
+                for t in range(whole * lanes, result.size):
+                    result[t] = sums[t] * r
+                    infinite |= not np.isfinite(result[t])
+            else:  # `sums` may be NaN: 0 * NaN of keys that other rows attend to
+                result[:] = F(0)
             lse[tile.n, tile.row + i] = (
                 F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
             )
             held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
             held &= magnitude[i] <= limit
-            again = seen and not (held and bits < np.uint32(0x7F800000))
+            again = seen and (infinite or not held)
             redo[tile.n, tile.row + i] = again
             if again:
                 counter[1] = 1
@@ -407,6 +409,9 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             tile = Tile(n, b, h, row, min(sizes.block_q, length - row))
             first, stop = load_tile(x.q, semantics, tile, s, state)
             ask_for_rows(x.q, n, row - sizes.workers * sizes.block_q, sizes.block_q)
+            own = results.out[n, row]
+            for line in range(0, tile.real * own.size * 4, LINE):
+                prefetch_written(address(own) + line)
             for block in range(first // key_block * key_block, stop, key_block):
                 group_spans(semantics, dense, state, tile, block, s)
                 block_scores(state, tile, x.keys[n_kv], block, stop)

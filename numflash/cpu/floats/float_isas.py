@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import llvmlite.binding as llvm
 from llvmlite import ir
+from numba.core import cgutils
 
 from ..isa.vectors import (
     F32,
@@ -96,6 +97,10 @@ class FloatIsa(Vectors):
         """float32: the largest lane of a vector without NaN."""
         return fold(b, x, larger)
 
+    def total(self, b, x):
+        """float32: the sum of the lanes of a vector, by pairs of halves."""
+        return fold(b, x, ir.IRBuilder.fadd)
+
     def any_set(self, b, x):
         """Whether any lane of a vector of truth values or bytes is not 0."""
         bits = ir.IntType(self.lanes * (x.type.element.width))
@@ -122,6 +127,14 @@ class SveFloats(ScalableVectors, FloatIsa):
 
     def top(self, b, x):
         return self.reduce(b, "fmax", x, F32)
+
+    def total(self, b, x):
+        add = cgutils.get_or_insert_function(
+            b.module,
+            ir.FunctionType(F32, [F32, x.type]),
+            f"llvm.vector.reduce.fadd.{self.suffix(x.type)}",
+        )
+        return b.call(add, [F32(0), x], fastmath=("reassoc",))  # else one lane after the other
 
     def any_set(self, b, x):
         element = x.type.element

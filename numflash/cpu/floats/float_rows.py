@@ -81,6 +81,52 @@ def row_max(name: str):
 
 
 @functools.cache
+def row_total(name: str):
+    """Intrinsic f(x, x_off) -> the sum of one vector."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def total(typingctx, x, x_off):
+        def codegen(context, b, sig, a):
+            px = data(context, b, sig.args[0], a[0])
+            return isa.total(b, load(b, px, a[1], isa.floats, 4))
+
+        return types.float32(x, x_off), codegen
+
+    return total
+
+
+@functools.cache
+def row_times(name: str):
+    """Intrinsic f(x, x_off, count, y, out, out_off): out = x * y, `count` vectors.
+
+    Returns whether a product is infinite or NaN.
+    """
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def times(typingctx, x, x_off, count, y, out, out_off):
+        def codegen(context, b, sig, a):
+            px, po = (data(context, b, sig.args[n], a[n]) for n in (0, 4))
+            y = isa.splat(b, a[3], isa.floats)
+            infinite = isa.fill(b, isa.floats, float("inf"))
+
+            def body(at, state):
+                product = b.fmul(load(b, px, b.add(a[1], at), isa.floats, 4), y)
+                store(b, product, po, b.add(a[5], at), 4)
+                size = isa.generic(b, "fabs", product)
+                return [b.or_(state[0], compare(b, "fcmp_unordered", "==", size, infinite))]
+
+            none = ir.Constant(isa.vector(ir.IntType(1)), None)
+            (found,) = for_vectors(b, a[2], isa.lanes, [none], body)
+            return isa.any_set(b, found)
+
+        return types.boolean(x, x_off, count, y, out, out_off), codegen
+
+    return times
+
+
+@functools.cache
 def row_exceeds(name: str):
     """Intrinsic f(x, x_off, count, c, bound) -> whether any score times c of a row is above the
     bound, or NaN.
