@@ -67,8 +67,10 @@ def check_changes(softcap: Any, alibi_slopes: Any, mask: Any, shape: tuple[int, 
     return Changes(softcap, slopes, None if mask is None else _mask(mask, shape[0], shape[2]))
 
 
-def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, memory: Memory) -> Changes:
-    """The changes with functions, for the sequences of a cache.
+def with_functions(
+    changes: Changes, score_mod: Any, mask_mod: Any, memory: Memory, shape: tuple[int, ...]
+) -> Changes:
+    """The changes with functions, for a query (B, H, L, D) over the sequences of a cache.
 
     A cache of integers has its own option in place of a function of the same meaning.
 
@@ -76,12 +78,17 @@ def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, memory: Memo
     ------
     ArgumentTypeError
         A function that cannot be traced.
+    ArgumentError
+        A captured array that is too short for an index.
     """
     fused = _fused()
     prepared = fused.prepare(score_mod, mask_mod)
     if memory.settings.dtype in INTEGERS and prepared.cap and not changes.softcap:
         return Changes(prepared.cap, changes.slopes, changes.mask)
-    found = fused.InCache(prepared, memory.longest)
+    longest = memory.longest
+    if prepared.shortest:
+        prepared.check((*shape[:2], longest, longest))
+    found = fused.in_cache(prepared, longest)
     return Changes(changes.softcap, changes.slopes, changes.mask, found)
 
 

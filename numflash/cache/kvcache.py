@@ -225,7 +225,7 @@ class KVCache(Appending):
                 if changed:
                     changes = check_changes(softcap, alibi_slopes, None, query.shape)
                 if functions:
-                    changes = with_functions(changes, score_mod, mask_mod, memory)
+                    changes = with_functions(changes, score_mod, mask_mod, memory, query.shape)
                 return self._equal_decode(memory, query, wanted, scale, splits, out, changes)
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
@@ -235,7 +235,7 @@ class KVCache(Appending):
         try:
             changes = check_changes(softcap, alibi_slopes, mask, shape) if changed else NOTHING
             if functions:
-                changes = with_functions(changes, score_mod, mask_mod, memory)
+                changes = with_functions(changes, score_mod, mask_mod, memory, shape)
             if sinks is not None:
                 sinks = of_heads("sinks", sinks, shape[1])
             wanted = (*shape[:-1], self.value_dim)

@@ -26,6 +26,8 @@ from .decode_layout import MIN_PAGE, PARALLEL_CHANNELS, F, Layout, make_layout, 
 
 if TYPE_CHECKING:
     from ..cache.decode_options import Changes
+    from ..flex.fused import InCache
+    from ..flex.machine import Tile
 
 __all__ = ["MAX_BATCH", "MIN_PAGE", "Append", "Layout", "Plan", "Store", "make_layout"]
 
@@ -141,6 +143,8 @@ class Plan:
         self.options: Options | None = None  # whose addresses `numbers` has
         # the soft cap and the slopes, where they are all that they are
         self.known: tuple[float | None, np.ndarray | None] = None, None
+        self.functions: InCache | None = None  # of the last changes
+        self.function: Tile | None = None  # whose addresses `numbers` has
         self.again = False  # whether the last call left rows to do again
         s = self.scratch
         numbers = Numbers(
@@ -168,12 +172,19 @@ class Plan:
         if arrays or softcap != changes.softcap or slopes is not changes.slopes:
             self._set_options(changes, shift)
             self.known = None if arrays else changes.softcap, changes.slopes
-        function = frame = 0
-        if changes.functions is not None:
+        if changes.functions is not self.functions:
+            self._set_functions(changes.functions)
+
+    def _set_functions(self, functions: InCache | None) -> None:
+        found = None
+        if functions is not None:
             (batch, kv_heads, rows, _), t = self.shape, self.kernel[0]
             heads, kind = kv_heads * rows // self.queries, "integers" if t.exact else "floats"
-            function, frame = changes.functions.address_of(batch, heads, kind)
-        self.numbers[FUNCTION], self.numbers[FRAME] = function, frame
+            found = functions.tile(batch, heads, kind)
+        self.numbers[FUNCTION], self.numbers[FRAME] = (
+            (0, 0) if found is None else (found.address, found.data)
+        )
+        self.functions, self.function = functions, found
 
     def _set_options(self, changes: Changes, shift: np.ndarray | None) -> None:
         """`change`, but for the functions."""

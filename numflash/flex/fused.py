@@ -122,38 +122,36 @@ class Fused:
         return scores, slope
 
     def _pair(self, shape: Shape, double: bool) -> Pair:
-        plans = self.prepared.plans
         key = ("forward", shape, double)
-        if key not in plans:
-            score = self.prepared.score
-            mask = self.prepared.mask
-            unmasked = None if score is None else self._tile(score, None, None, shape, double)
-            masked = unmasked if mask is None else self._tile(score, None, mask, shape, double)
-            self._keep(key, Pair(unmasked, masked))
-        return plans[key]
+        found = self.prepared.plans.get(key)
+        if found is not None:
+            return found
+        score, mask = self.prepared.score, self.prepared.mask
+        unmasked = None if score is None else self._tile(score, None, None, shape, double)
+        masked = unmasked if mask is None else self._tile(score, None, mask, shape, double)
+        return keep(self.prepared, key, Pair(unmasked, masked))
 
     def slopes(self, shape: Shape, double: bool = False) -> ScoreTiles:
         """The gradient tile function as `masked`; `unmasked` is not 0 where scores change."""
         shape = self._reach(shape)
-        plans = self.prepared.plans
         key = ("gradient", shape, double)
-        if key not in plans:
+        found = self.prepared.plans.get(key)
+        if found is None:
             self.prepared.check(shape)
             slope = self.prepared.slope
             made = self._tile(self.prepared.score, slope, self.prepared.mask, shape, double, True)
-            self._keep(key, made)
+            found = keep(self.prepared, key, made)
         changes = int(self.prepared.score is not None)
-        return self._with_blocks({"unmasked": changes, **_place("masked", plans[key])})
+        return self._with_blocks({"unmasked": changes, **_place("masked", found)})
 
     def cached(self, shape: Shape, kind: str) -> Tile:
-        """The tile function of decoding: see `InCache.address_of`."""
-        plans, key = self.prepared.plans, (kind, shape)
-        if key not in plans:
-            made = Program(
-                self.prepared.graph, self.prepared.score, None, self.prepared.mask, shape
-            )
-            self._keep(key, tile(made, cached=kind))
-        return plans[key]
+        """The tile function of decoding: see `InCache.tile`."""
+        prepared, key = self.prepared, (kind, shape)
+        found = prepared.plans.get(key)
+        if found is None:
+            made = Program(prepared.graph, prepared.score, None, prepared.mask, shape)
+            found = keep(prepared, key, tile(made, cached=kind))
+        return found
 
     def on_device(self, shape: Shape) -> OnDevice:
         """The functions of a problem of shape (B, H, L, S) as CUDA kernels take them."""
@@ -177,12 +175,6 @@ class Fused:
     ) -> Tile:
         program = Program(self.prepared.graph, score, slope, mask, shape)
         return tile(program, double, gradient)
-
-    def _keep(self, key: Any, value: Any) -> None:
-        plans = self.prepared.plans
-        if len(plans) >= KEPT:
-            plans.clear()
-        plans[key] = value
 
 
 def spans(states: np.ndarray, keys: int) -> np.ndarray:
@@ -214,41 +206,40 @@ def _place(name: str, found: Tile | None) -> dict[str, int]:
 
 def fused_of(prepared: Prepared) -> Fused:
     """The functions without known blocks, made once."""
-    found = prepared.plans.get("fused")
-    if found is None:
-        found = prepared.plans["fused"] = Fused(prepared)
-    return found
+    return prepared.plans.get("fused") or keep(prepared, "fused", Fused(prepared))
+
+
+def keep(prepared: Prepared, key: Any, made: Any) -> Any:
+    """Remember what was made of the functions, and return it."""
+    if len(prepared.plans) >= KEPT:
+        prepared.plans.clear()
+    prepared.plans[key] = made
+    return made
 
 
 class InCache:
-    """The functions of a decode call over a cache.
+    """The functions of decode calls over caches of up to `reach` tokens: see `in_cache`."""
 
-    Parameters
-    ----------
-    prepared : the traced functions
-    longest : tokens of the longest sequence; code is made for the next power of two
-    """
-
-    def __init__(self, prepared: Prepared, longest: int) -> None:
+    def __init__(self, prepared: Prepared, reach: int) -> None:
         self.fused = fused_of(prepared)
-        self.longest = longest
-        self.tile: Tile | None = None
+        self.reach = reach
 
-    def address_of(self, batch: int, heads: int, kind: str) -> tuple[int, int]:
-        """Addresses of the tile function and of its frame, alive as long as this object.
+    def tile(self, batch: int, heads: int, kind: str) -> Tile:
+        """The tile function and its frame, which whoever uses their addresses keeps.
 
         kind : of the scores, "floats" or "integers"
-
-        Raises
-        ------
-        ArgumentError
-            A captured array that is too short for an index.
         """
-        self.fused.prepared.check((batch, heads, self.longest, self.longest))
-        reach = 1 << max(0, self.longest - 1).bit_length()
-        self.tile = self.fused.cached((batch, heads, reach, reach), kind)
-        return self.tile.address, self.tile.data
+        return self.fused.cached((batch, heads, self.reach, self.reach), kind)
 
     def change(self, scores: np.ndarray, b: int, h: int, q: int, k: np.ndarray) -> np.ndarray:
         """Scores (S,) of one row at position q and of tokens k (S,), in float64."""
         return self.fused.evaluate_at(scores, b, h, q, k)[0]
+
+
+def in_cache(prepared: Prepared, longest: int) -> InCache:
+    """The functions over a cache whose longest sequence has so many tokens.
+
+    Code is made for the next power of two, and found again until then.
+    """
+    reach = 1 << max(0, longest - 1).bit_length()
+    return prepared.plans.get(reach) or keep(prepared, reach, InCache(prepared, reach))

@@ -6,7 +6,7 @@ a mask, and an index that is not certain to be inside is brought there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,16 +167,46 @@ class Memory:
         still = [axis for axis in range(len(x.args)) if axis not in moving]
         start = b.gep(base, [self._scalar_offset(x, still)])
         last = len(x.args) - 1
-        if moving == [last] and table.dense and self.program.bounds[x.number, last].certain:
-            way = self._direction(x.args[last])
+        way = self._direction(x.args[last]) if moving == [last] and table.dense else 0
+        if way == 1 or (way == -1 and self.mask is None):
+            return self._load_run(x, table, start, way)
+        return self._load_scattered(x, table, start, moving)
+
+    def _load_run(self, x: Node, table: Table, start: Any, way: int) -> Any:
+        """Elements that lie side by side, in the order of the lanes (way 1) or against it (-1)."""
+        b, n, last = self.b, self.form.lanes, len(x.args) - 1
+        first = self._first_lane(x.args[last])
+        lowest = first if way == 1 else b.sub(first, I64(n - 1))
+
+        def run() -> Any:
+            found = self._read(b.gep(start, [lowest]))
             if way == 1:
-                return self._read(b.gep(start, [self._first_lane(x.args[last])]))
-            if way == -1 and self.mask is None:
-                n = self.form.lanes
-                lowest = b.sub(self._first_lane(x.args[last]), I64(n - 1))
-                found = self._read(b.gep(start, [lowest]))
-                order = ir.Constant(ir.VectorType(I32, n), list(range(n))[::-1])
-                return b.shuffle_vector(found, ir.Constant(found.type, ir.Undefined), order)
+                return found
+            order = ir.Constant(ir.VectorType(I32, n), list(range(n))[::-1])
+            return b.shuffle_vector(found, ir.Constant(found.type, ir.Undefined), order)
+
+        if self.program.bounds[x.number, last].certain:
+            return run()
+        # an index may leave the array somewhere, but hardly in this vector
+        beyond = b.sub(self.sizes[x.data][last], I64(n - 1))
+        inside = b.and_(b.icmp_signed(">=", lowest, I64(0)), b.icmp_signed("<", lowest, beyond))
+        return self._either(inside, run, lambda: self._load_scattered(x, table, start, [last]))
+
+    def _either(self, test: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        """yes() where the scalar test holds, else no(): a branch."""
+        b, found = self.b, []
+        with b.if_else(test, likely=True) as ways:
+            for way, value in zip(ways, (yes, no), strict=True):
+                with way:
+                    found.append((value(), b.block))
+        phi = b.phi(found[0][0].type)
+        for value, block in found:
+            phi.add_incoming(value, block)
+        return phi
+
+    def _load_scattered(self, x: Node, table: Table, start: Any, moving: list[int]) -> Any:
+        """Elements by an address for each lane, from indices that are brought inside."""
+        b, last = self.b, len(x.args) - 1
         offset = None
         for axis in moving:
             index = self._inside(
@@ -189,7 +219,7 @@ class Memory:
                     index, self.many.splat(stride if not table.small else b.trunc(stride, I32))
                 )
             offset = index if offset is None else b.add(offset, index)
-        return self._gather(self._pointers(start, offset), element)
+        return self._gather(self._pointers(start, offset), start.type.pointee)
 
     def _pointers(self, start: Any, offset: Any) -> Any:
         """A vector of pointers: start + offset in elements (llvmlite's gep takes no vectors)."""

@@ -13,12 +13,13 @@ TILE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[WHOLE] * 7, *[ctypes.c_f
 
 
 def changed(score_mod, x):
-    """`score_mod` of float32 values (n,), as its tile function computes it."""
+    """`score_mod` of float32 values (n,) or (rows, n), as its tile function computes it."""
     fused = Fused(prepare(score_mod, None))
-    tiles = fused.tiles((1, 1, 1, x.size))
     y = x.copy()
+    rows, n = np.atleast_2d(y).shape
+    tiles = fused.tiles((1, 1, rows, n))
     tile = TILE(tiles.unmasked)
-    tile(tiles.unmasked_frame, y.ctypes.data, None, None, y.size, 1, y.size, 0, 0, 0, 0, 1.0, 1.0)
+    tile(tiles.unmasked_frame, y.ctypes.data, None, None, n, rows, n, 0, 0, 0, 0, 1.0, 1.0)
     return y
 
 
@@ -52,3 +53,20 @@ def test_sine_of_a_small_number_keeps_its_digits():
     x = np.concatenate([np.logspace(-37, 0, 100_000), [0.0]]).astype(np.float32)
     y = changed(lambda score, b, h, q, k: np.sin(score), x)
     assert (np.abs(y - np.sin(x.astype(np.float64))) <= 3e-7 * np.sin(x.astype(np.float64))).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "bool", "float64"])
+@pytest.mark.parametrize("n", [64, 75])
+def test_a_table_that_ends_inside_a_vector(n, dtype):
+    """Vectors of neighbours are read at once; an index before or behind the table is brought inside."""
+    size = 37
+    table = np.random.default_rng(0).integers(-100, 100, (1, size)).astype(dtype)
+    row, column = np.arange(150)[:, None], np.arange(n)
+    for name, score_mod, index in (
+        ("along", lambda s, b, h, q, k: s + table[b, q + k - 90], row + column - 90),
+        ("against", lambda s, b, h, q, k: s + table[b, q - k - 20], row - column - 20),
+        ("in steps", lambda s, b, h, q, k: s + table[b, q - 2 * k], row - 2 * column),
+    ):
+        inside = np.clip(np.where(index < 0, index + size, index), 0, size - 1)
+        found = changed(score_mod, np.zeros((150, n), np.float32))
+        np.testing.assert_array_equal(found, table[0][inside].astype(np.float32), name)
