@@ -55,17 +55,23 @@ def test_sine_of_a_small_number_keeps_its_digits():
     assert (np.abs(y - np.sin(x.astype(np.float64))) <= 3e-7 * np.sin(x.astype(np.float64))).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "bool", "float64"])
-@pytest.mark.parametrize("n", [64, 75])
-def test_a_table_that_ends_inside_a_vector(n, dtype):
-    """Vectors of neighbours are read at once; an index before or behind the table is brought inside."""
-    size = 37
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int32", "bool", "float64"])
+@pytest.mark.parametrize(("n", "size"), [(64, 37), (75, 37), (64, 5), (48, 16)])
+def test_a_table_that_ends_inside_a_vector(n, size, dtype):
+    """Neighbours are read at once; an index before or behind the table is brought inside."""
     table = np.random.default_rng(0).integers(-100, 100, (1, size)).astype(dtype)
     row, column = np.arange(150)[:, None], np.arange(n)
     for name, score_mod, index in (
         ("along", lambda s, b, h, q, k: s + table[b, q + k - 90], row + column - 90),
         ("against", lambda s, b, h, q, k: s + table[b, q - k - 20], row - column - 20),
         ("in steps", lambda s, b, h, q, k: s + table[b, q - 2 * k], row - 2 * column),
+        ("both ways", lambda s, b, h, q, k: s + table[b, abs(q - k) // 2], abs(row - column) // 2),
+        ("mixed", lambda s, b, h, q, k: s + table[b, q * k % 19], row * column % 19),
+        (
+            "limited",
+            lambda s, b, h, q, k: s + table[b, np.clip(q - k, -4, 4)],
+            np.clip(row - column, -4, 4),
+        ),
     ):
         inside = np.clip(np.where(index < 0, index + size, index), 0, size - 1)
         found = changed(score_mod, np.zeros((150, n), np.float32))
