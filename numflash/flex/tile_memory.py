@@ -173,8 +173,13 @@ class Memory:
         way = self._direction(x.args[last]) if moving == [last] and table.dense else 0
         if way == 1 or (way == -1 and self.mask is None):
             return self._load_run(x, table, start, way)
-        permutes = self.form.lanes in PERMUTE and self.whole == I32 and size_of(element) == 4
-        if moving == [last] and table.dense and permutes and self.mask is None:
+        return self._load_any(x, table, start, moving)
+
+    def _load_any(self, x: Node, table: Table, start: Any, moving: list[int]) -> Any:
+        """Elements at indices in any order."""
+        alone = moving == [len(x.args) - 1] and table.dense
+        four_bytes = size_of(start.type.pointee) == 4 and self.whole == I32
+        if alone and four_bytes and self.mask is None and self.form.lanes in PERMUTE:
             return self._load_near(x, table, start)
         return self._load_scattered(x, table, start, moving)
 
@@ -196,7 +201,7 @@ class Memory:
         # an index may leave the array somewhere, but hardly in this vector
         beyond = b.sub(self.sizes[x.data][last], I64(n - 1))
         inside = b.and_(b.icmp_signed(">=", lowest, I64(0)), b.icmp_signed("<", lowest, beyond))
-        return self._either(inside, run, lambda: self._load_scattered(x, table, start, [last]))
+        return self._either(inside, run, lambda: self._load_any(x, table, start, [last]))
 
     def _load_near(self, x: Node, table: Table, start: Any) -> Any:
         """Elements of four bytes that often lie near each other: of distances, buckets, short arrays.
