@@ -45,12 +45,12 @@ from . import float_rows
 from . import float_tiles as tiles
 from .float_exp2 import FLOOR
 from .float_isas import FLOAT_ISAS
-from .float_packing import largest
 from .float_state import Group, State, Tile
 
 F = np.float32
 HIDDEN = F(-np.inf)
 GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
+MAGNITUDE = np.uint32(0x7FFFFFFF)
 LOWEST = F(-1e37)  # a row whose maximum is lower is computed again
 inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
@@ -86,7 +86,9 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     add_bias = float_rows.row_bias(name)
     apply_mask = float_rows.row_mask(name)
     found = float_rows.any_byte(name)
-    operand = np.float32 if group == 1 else np.uint16
+    beyond = float_rows.row_beyond(name)
+    operand, word = (np.float32, np.uint32) if group == 1 else (np.uint16, np.uint16)
+    spare = np.uint32(32 - 8 * np.dtype(word).itemsize)  # bits of a float32 that no operand has
 
     @inlined
     def scores(state, g, k, first, stop, to):
@@ -197,8 +199,8 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             t += width
 
     @bare
-    def grow_row(state, i, at, count):
-        """Raise the maximum of row i to that of its scores x[at:], and rescale its sums.
+    def grow_row(state, i, at, count, factor):
+        """Raise the maximum of row i to that of its scores x[at:] * factor, and rescale its sums.
 
         A NaN beside hidden scores only becomes the maximum.
         """
@@ -208,6 +210,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             for j in range(at, at + count * lanes):
                 if x[j] != x[j]:
                     top = F(np.nan)
+        top = F(top * factor)
         if m[i] != HIDDEN:
             below, row, sums = F(m[i] - top), state.o[i], state.l[i]
             shrink = F(0) if below < F(FLOOR) else F(np.exp2(below))
@@ -219,12 +222,10 @@ def make_attend(name: str, precision: str, key_block: int = 0):
 
     @inlined
     def weigh_row(state, i, at, count, factor):
-        """Scores x[at:] of row i, in units of `factor`, to weights p, and their sum to l."""
+        """Scores x[at:] of row i, in units of `factor` > 0, to weights p, and their sum to l."""
         x, m = state.x, state.m
-        if exceeds(x, at, count, factor, F(m[i] + GROWTH)):
-            scale(x, at, count, factor)
-            factor = F(1)
-            grow_row(state, i, at, count)
+        if m[i] == HIDDEN or exceeds(x, at, count, factor, F(m[i] + GROWTH)):
+            grow_row(state, i, at, count, factor)
         if m[i] == HIDDEN:
             for j in range(at, at + count * lanes):
                 state.p[j] = operand(0)
@@ -326,15 +327,25 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         if semantics.functions.masked != 0:
             factor = call_functions(semantics, tile, group, c, state.x)
         partial = most > group.first or least < group.stop
-        if semantics.general or partial or (group.stop - group.first) % unit:
+        changed = semantics.general or not factor > F(0)
+        if changed or partial or (group.stop - group.first) % unit:
             edge_rows(semantics, dense, tile, group, factor, state)
         else:
             count = (group.stop - group.first) // lanes
             for i in range(group.g, group.g + group.rows):
                 weigh_row(state, i, i * key_block + group.first - group.block, count, factor)
 
+    @bare(forceinline=True)
+    def beyond_limit(row, limit):
+        """Whether an operand of the row is above the limit, or not finite; `limit` is bits."""
+        bits, whole = reinterpret(row, word), row.size // (lanes * group)
+        found = beyond(row, 0, whole, limit)
+        for e in range(whole * lanes * group, row.size):
+            found |= bits[e] & MAGNITUDE >> spare > limit >> spare
+        return found
+
     @bare
-    def load_tile(q, semantics, tile, s, state):
+    def load_tile(q, limit, semantics, tile, s, state):
         """Load the rows of a tile as operands, the keys each attends to, and the empty state.
 
         Returns the range of keys that any row attends to.
@@ -347,7 +358,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             lo, hi = seen_range(semantics, tile.b, tile.h, tile.row + i, s)
             state.lo[i], state.hi[i] = lo, hi
             state.m[i] = HIDDEN
-            state.magnitude[i] = largest(reinterpret(target, np.uint32), group, np.uint32(0))
+            state.beyond[i] = beyond_limit(source, limit)
             if hi > lo:
                 first, stop = min(first, lo), max(stop, hi)
         groups = (tile.real + mr - 1) // mr * mr
@@ -364,10 +375,9 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                 prefetch_line(place + line)
 
     @bare
-    def store_rows(tile, limit, shifted, state, counter, results):
+    def store_rows(tile, shifted, state, counter, results):
         """out = O / l and the LSE of each row, and whether it must be computed again in float64."""
-        m, magnitude = state.m, reinterpret(state.magnitude, np.float32)
-        out, lse, redo = results
+        m, (out, lse, redo) = state.m, results
         for i in range(tile.real):
             result, sums = out[tile.n, tile.row + i], state.o[i]
             total = total_of(state.l, i * lanes)
@@ -385,8 +395,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                 F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
             )
             held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
-            held &= magnitude[i] <= limit
-            again = seen and (infinite or not held)
+            again = seen and (infinite or state.beyond[i] or not held)
             redo[tile.n, tile.row + i] = again
             if again:
                 counter[1] = 1
@@ -407,7 +416,8 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             b, h = n // sizes.heads, n % sizes.heads
             n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
             tile = Tile(n, b, h, row, min(sizes.block_q, length - row))
-            first, stop = load_tile(x.q, semantics, tile, s, state)
+            limit = reinterpret(x.limits, np.uint32)[n_kv]
+            first, stop = load_tile(x.q, limit, semantics, tile, s, state)
             ask_for_rows(x.q, n, row - sizes.workers * sizes.block_q, sizes.block_q)
             own = results.out[n, row]
             for line in range(0, tile.real * own.size * 4, LINE):
@@ -422,7 +432,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                         soften(semantics, dense, tile, rows, c, state)
                         state.start[g // mr] += state.skip[g // mr]
                 add_values(state, tile, x.values[n_kv], block, sizes.columns)
-            store_rows(tile, x.limits[n_kv], shifted, state, counter, results)
+            store_rows(tile, shifted, state, counter, results)
 
     @inline
     def work(_, x, results, c, semantics, sizes, counter):
@@ -439,7 +449,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             uncleared((block_q, sizes.columns), np.float32, "float output tile"),
             uncleared((block_q, lanes), np.float32, "float sums of weights"),
             uncleared((block_q,), np.float32, "float maxima"),
-            uncleared((block_q,), np.uint32, "float query magnitudes"),
+            uncleared((block_q,), np.uint8, "float rows beyond the limit"),
             uncleared((block_q,), np.int64, "float first keys of rows"),
             uncleared((block_q,), np.int64, "float last keys of rows"),
             uncleared((block_q // mr,), np.int64, "float first keys of groups"),

@@ -103,7 +103,7 @@ class FloatIsa(Vectors):
 
     def any_set(self, b, x):
         """Whether any lane of a vector of truth values or bytes is not 0."""
-        bits = ir.IntType(self.lanes * (x.type.element.width))
+        bits = ir.IntType(x.type.count * x.type.element.width)
         return b.icmp_unsigned("!=", b.bitcast(x, bits), ir.Constant(bits, 0))
 
 

@@ -19,6 +19,7 @@ from ..isa.transpose import transpose
 
 U = np.uint32
 INFINITY = U(0x7F800000)
+ROWS = 32  # of packed V that a task writes
 MANY_ROWS = 2048  # so many queries pay for moving V to cache lines: fewer vectors of it are split
 
 
@@ -85,43 +86,44 @@ def make_pack_keys(side: int, panel: int, group: int):
 
 
 @bare
-def _pack_column(task, v, stops, out):
+def _pack_columns(task, v, stops, out):
     nh, dv, keys = v.shape[1], v.shape[3], out.shape[1]
-    n, j = task // keys, task % keys
-    row = out[n, j]
-    if j < stops[n // nh]:
-        source = v[n // nh, n % nh, j]
-        for t in range(dv):
-            row[t] = source[t]
-        row[dv:] = U(0)
-    else:
-        row[:] = U(0)
+    parts = (keys + ROWS - 1) // ROWS
+    n, first = task // parts, task % parts * ROWS
+    b, h = n // nh, n % nh
+    for j in range(first, min(first + ROWS, keys)):
+        row, real = out[n, j], dv if j < stops[b] else 0
+        for t in range(real):
+            row[t] = v[b, h, j, t]
+        for t in range(real, row.size):
+            row[t] = U(0)
 
 
 @separate(no_cpython_wrapper=False)
 def pack_columns(v, stops, out):
     """v (B, Hkv, S, Dv) 32-bit words -> out (B * Hkv, keys, columns), padded with zeros."""
-    over_tasks(_pack_column, out.shape[0] * out.shape[1], (v, stops, out))
+    over_tasks(_pack_columns, out.shape[0] * ((out.shape[1] + ROWS - 1) // ROWS), (v, stops, out))
 
 
 @bare
-def _pack_pair(task, v, stops, out):
+def _pack_pairs(task, v, stops, out):
     nh, dv, pairs = v.shape[1], v.shape[3], out.shape[1]
-    n, j = task // pairs, task % pairs * 2
-    row, stop = out[n, j // 2], stops[n // nh]
-    row[:] = U(0)
-    head = v[n // nh, n % nh]
-    if j + 1 < stop:
-        even, odd = head[j], head[j + 1]
-        for t in range(dv):
-            row[t] = U(U(even[t]) | U(U(odd[t]) << U(16)))
-    elif j < stop:
-        even = head[j]
-        for t in range(dv):
-            row[t] = U(even[t])
+    parts = (pairs + ROWS - 1) // ROWS
+    n, first = task // parts, task % parts * ROWS
+    head, stop = v[n // nh, n % nh], stops[n // nh]
+    for p in range(first, min(first + ROWS, pairs)):
+        row, real = out[n, p], dv if 2 * p < stop else 0
+        if 2 * p + 1 < stop:
+            for t in range(real):
+                row[t] = U(U(head[2 * p, t]) | U(U(head[2 * p + 1, t]) << U(16)))
+        else:
+            for t in range(real):
+                row[t] = U(head[2 * p, t])
+        for t in range(real, row.size):
+            row[t] = U(0)
 
 
 @separate(no_cpython_wrapper=False)
 def pack_pairs(v, stops, out):
     """v (B, Hkv, S, Dv) uint16 -> out (B * Hkv, pairs, columns) uint32, padded with zeros."""
-    over_tasks(_pack_pair, out.shape[0] * out.shape[1], (v, stops, out))
+    over_tasks(_pack_pairs, out.shape[0] * ((out.shape[1] + ROWS - 1) // ROWS), (v, stops, out))

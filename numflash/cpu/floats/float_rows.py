@@ -127,6 +127,38 @@ def row_times(name: str):
 
 
 @functools.cache
+def row_beyond(name: str):
+    """Intrinsic f(x, x_off, count, bound) -> whether `count` vectors of operands hold one above.
+
+    bound : bits of a float32 number, which NaN and infinity are above, too
+    """
+    isa = FLOAT_ISAS[name]
+    lanes, element = isa.lanes * isa.group, I32 if isa.group == 1 else I16
+    kind, truth = (
+        isa.vector(x) if isa.group == 1 else vector(x, lanes) for x in (element, ir.IntType(1))
+    )
+
+    @intrinsic
+    def beyond(typingctx, x, x_off, count, bound):
+        def codegen(context, b, sig, a):
+            px = data(context, b, sig.args[0], a[0])
+            bound = b.trunc(b.lshr(a[3], I32(32 - element.width)), element)
+            bound = isa.splat(b, bound, kind)
+
+            def body(at, state):
+                bits = load(b, px, b.add(a[1], at), kind, element.width // 8)
+                size = b.and_(bits, isa.fill(b, kind, (1 << element.width - 1) - 1))
+                return [b.or_(state[0], compare(b, "icmp_unsigned", ">", size, bound))]
+
+            (found,) = for_vectors(b, a[2], lanes, [ir.Constant(truth, None)], body)
+            return isa.any_set(b, found)
+
+        return types.boolean(x, x_off, count, types.uint32), codegen
+
+    return beyond
+
+
+@functools.cache
 def row_exceeds(name: str):
     """Intrinsic f(x, x_off, count, c, bound) -> whether any score times c of a row is above the
     bound, or NaN.

@@ -71,7 +71,7 @@ class State(NamedTuple):
     o: np.ndarray  # (block_q, columns) float32
     l: np.ndarray  # (block_q, lanes) float32 sums of the weights
     m: np.ndarray  # (block_q,) float32 maxima
-    magnitude: np.ndarray  # (block_q,) uint32: bits of the largest |q|
+    beyond: np.ndarray  # (block_q,) uint8: 1 where |q| is somewhere above the limit, or not finite
     lo: np.ndarray  # (block_q,) int64 first key that a row attends to
     hi: np.ndarray  # (block_q,) int64 the key after its last one
     start: np.ndarray  # int64 first key of a group in the present block
