@@ -163,6 +163,15 @@ def test_public_names_are_listed_once_and_documented():
         )
 
 
+def test_environment_variables_are_listed():
+    """Each `NUMFLASH_...` that the package reads is in the table of docs/index.md, and no other."""
+    read = re.compile(r"environ(?:\.get\(|\[)\"(NUMFLASH_\w+)\"")
+    sources = (p.read_text(encoding="utf-8") for p in (ROOT / "numflash").rglob("*.py"))
+    known = {name for source in sources for name in read.findall(source)}
+    table = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert known == set(re.findall(r"^\| `(NUMFLASH_\w+)", table, re.M))
+
+
 def test_one_version():
     declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
