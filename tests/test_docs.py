@@ -22,7 +22,7 @@ NEEDS = {"gpu": None, "cuda": "numba_cuda", "jax": "jax", "torch": "torch", "mpi
 # they compile much of their own
 SLOW = {
     "precision",
-    "aarch64",
+    "performance",
     "pitfalls",
     "pytorch",
     "long_contexts",
