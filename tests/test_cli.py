@@ -36,6 +36,16 @@ def test_info(capsys):
     assert "cpu" in capsys.readouterr().out
 
 
+def test_info_with_peaks(capsys, monkeypatch):
+    from numflash.measure import roofline
+
+    one = roofline.Roof("avx2", 1, 2e11, 1e11, 1.5e10, 1e10)
+    monkeypatch.setattr(roofline, "measure", lambda threads: one)
+    assert as_json(capsys, "info", "--roof")["roof"][0] == one.as_dict()
+    assert cli.main(["info", "--roof"]) == 0
+    assert "INT8 peak 200 GOP/s (avx2), FP32 peak 100 GFLOP/s" in capsys.readouterr().out
+
+
 def test_explain(capsys):
     found = as_json(capsys, "explain", "512", "64", "--causal", "--heads", "3")
     assert (

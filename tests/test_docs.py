@@ -22,7 +22,7 @@ NEEDS = {"gpu": None, "cuda": "numba_cuda", "jax": "jax", "torch": "torch", "mpi
 # they compile much of their own
 SLOW = {
     "precision",
-    "aarch64",
+    "performance",
     "pitfalls",
     "pytorch",
     "long_contexts",
@@ -161,6 +161,15 @@ def test_public_names_are_listed_once_and_documented():
         assert re.search(rf"::: numflash\.{module}\.{name}$|members: .*\b{name}\b", pages, re.M), (
             name
         )
+
+
+def test_environment_variables_are_listed():
+    """Each `NUMFLASH_...` that the package reads is in the table of docs/index.md, and no other."""
+    read = re.compile(r"environ(?:\.get\(|\[)\"(NUMFLASH_\w+)\"")
+    sources = (p.read_text(encoding="utf-8") for p in (ROOT / "numflash").rglob("*.py"))
+    known = {name for source in sources for name in read.findall(source)}
+    table = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert known == set(re.findall(r"^\| `(NUMFLASH_\w+)", table, re.M))
 
 
 def test_one_version():

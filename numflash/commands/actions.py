@@ -67,15 +67,17 @@ def info(args: argparse.Namespace) -> Any:
     }
     for name in PACKAGES:
         found[name] = _version(name)
+    roofs = []
     if args.roof:
         from ..measure import roofline
 
-        found["roof"] = [roofline.measure(n).as_dict() for n in sorted({1, most()})]
+        roofs = [roofline.measure(n) for n in sorted({1, most()})]
+        found["roof"] = [roof.as_dict() for roof in roofs]
     sizes = {level: f"{size // 1024} KiB" for level, size in caches.levels()}
     shown: dict[str, Any] = found | {"caches": sizes, "cache": found["cache"] or "none yet"}
     shown |= {name: found[name] or "not installed" for name in PACKAGES}
-    for n, roof in enumerate(shown.pop("roof", ())):
-        shown[f"roof {n + 1}"] = roof
+    shown.pop("roof", None)
+    shown |= {f"roof, threads {roof.threads}": str(roof) for roof in roofs}
     _print_facts(shown)
     return found
 

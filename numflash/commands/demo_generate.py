@@ -146,7 +146,7 @@ def run(threads: int | None, dtype: str, tokens: int = 48, prompt: int = 1500) -
     model, tokenizer = load_model()
     name = "SmolLM2-135M-Instruct" if tokenizer else "a random model of SmolLM2-135M's shape"
     ids = prompt_ids(tokenizer, prompt)
-    print(f"{name}, {ids.shape[1]} tokens of prompt, {torch.get_num_threads()} threads\n")
+    print(f"{name}, {ids.shape[1]} tokens of prompt, threads: {torch.get_num_threads()}\n")
     table = Table(f"{name}: {tokens} tokens", COLUMNS)
     kinds = [("sdpa", "dynamic"), ("numflash", dtype)]
     kinds += [("numflash", "float32")] if dtype != "float32" else []

@@ -189,6 +189,11 @@ def flex_attention(
         precision "int8" on CUDA, or with attn_mask, softcap or alibi_slopes.
     """
     named = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "impl")
+    if "mask_mod" in options:
+        raise ArgumentTypeError(
+            "mask_mod: flex_attention does not take it; allowed: "
+            "block_mask=numflash.create_block_mask(mask_mod, None, None, L, S)"
+        )
     refuse_unknown("flex_attention", options, (*OPTIONS, *named))
     choice("impl", impl, IMPLS)
     asked = Options(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, **options)

@@ -305,7 +305,7 @@ def run(cpu: str) -> dict[str, Any]:
     )
     table.show()
     halves.show()
-    print(LIMITS)
+    print(f"cycles by llvm-mca {model.version}; {LIMITS}")
     return {
         "cpu": cpu,
         "llvm_mca": model.version,

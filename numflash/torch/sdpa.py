@@ -199,7 +199,7 @@ def scaled_dot_product_attention(
     ArgumentTypeError
         For what is not a tensor, a number or a flag, where PyTorch raises a TypeError.
     UnsupportedError
-        Tensors on a device that is neither a CPU nor a CUDA card, and masks on a card.
+        Tensors on a device that is neither a CPU nor a CUDA card.
     """
     if dropout_p == 0.0 and attn_mask is None and type(enable_gqa) is bool:
         options = (

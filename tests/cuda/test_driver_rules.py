@@ -163,6 +163,7 @@ with captured():
     numflash.attention(q, k, k, precision="int8", is_causal=True, attn_mask=mask, sinks=Tensor((2,), "torch.float32"))
 numflash.attention(*(Tensor((1, 2, n, 64), "torch.bfloat16", strides=(0, -64, 128, 2)) for n in (9, 8, 8)), precision="int8")
 print(refused(lambda: numflash.attention(q, k, k, precision="int8", pv="fp32")))
+print(refused(lambda: numflash.attention(q, k, k, precision="int8", pv="bf16")))
 print(refused(lambda: numflash.attention(q, k, k, precision="bfloat16")))
 print(refused(lambda: numflash.attention(q, k, k, precision="int8", softcap=1e5)))
 """
@@ -184,9 +185,10 @@ def test_int8_is_four_launches_on_the_callers_stream(driver, capability, rows): 
         assert all(int(n) <= 512 for n in copies), copies
     assert f"block {rows} shared" in plain
     assert out[0] == "CUDA_SUCCESS CUDA_SUCCESS"
-    assert "pv: got 'fp32' for arrays on a card; allowed there: 'int8' and 'int16'" in out[1]
-    assert "allowed there: their own, 'int8'" in out[2]
-    assert "softcap: got 100000 with precision 'int8'" in out[3]
+    for pv, line in zip(("fp32", "bf16"), out[1:3], strict=True):
+        assert f"pv: got '{pv}' for arrays on a card; allowed there: 'int8' and 'int16'" in line
+    assert "allowed there: their own, 'int8'" in out[3]
+    assert "softcap: got 100000 with precision 'int8'" in out[4]
 
 
 DEVICES = """

@@ -189,6 +189,8 @@ def test_errors_name_the_argument():
         numflash.flex_attention(q, k, v, None, block_mask(g.causal, 64, 64))
     with pytest.raises(ArgumentTypeError, match="block_mask: got function"):
         numflash.flex_attention(q, k, v, None, g.causal)
+    with pytest.raises(ArgumentTypeError, match=r"mask_mod: .*create_block_mask"):
+        numflash.flex_attention(q, k, v, mask_mod=g.causal)
     with pytest.raises(ArgumentTypeError, match="score_mod: got int"):
         numflash.flex_attention(q, k, v, 3)
     with pytest.raises(ArgumentTypeError, match="dropout_p: flex_attention does not take it"):

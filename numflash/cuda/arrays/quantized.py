@@ -58,9 +58,9 @@ def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 def check(problem: Problem) -> None:
     """Raise UnsupportedError for what has no kernel on the card."""
-    if problem.pv == "fp32":
+    if problem.pv not in ("int8", "int16"):
         raise UnsupportedError(
-            "pv: got 'fp32' for arrays on a card; allowed there: 'int8' and 'int16'"
+            f"pv: got {problem.pv!r} for arrays on a card; allowed there: 'int8' and 'int16'"
         )
     if problem.functions is not None:
         raise UnsupportedError(
