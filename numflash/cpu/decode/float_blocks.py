@@ -10,7 +10,7 @@ from ...interop.halves import bfloat16_of
 from ...jit.compiler import bare
 from ...numerics.quantize_kernels import INFINITE, largest_bits
 from ...tiling import KEY_BLOCK
-from ..floats.float_rows import row_exp, row_leaves, row_max, row_scale, row_weights
+from ..floats.float_rows import row_exp, row_leaves, row_max, row_scale, row_total, row_weights
 from ..isa.score_calls import HUGE
 from ..isa.vectors import address
 from . import matrix_floats
@@ -39,7 +39,7 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         matrix_floats.make_matrix_block(tile) if matrix else make_block(tile, rows)
     )
     vectors = tile.float_vectors
-    top_of = row_max(vectors)
+    top_of, total_of = row_max(vectors), row_total(vectors)
     weights = row_exp(matrix_floats.NAME if matrix else vectors)
     multiply, leaves = row_scale(vectors), row_leaves(vectors)
     weigh = row_weights(matrix_floats.NAME if matrix else vectors)
@@ -155,10 +155,7 @@ def make_floats(tile: Tile, rows: int, changed: bool):
             return
         sums[:lanes] = F(0)
         weights(t, r * KEY_BLOCK, count, m[r], operands, r * KEY_BLOCK, sums, 0)
-        total = l[r]
-        for e in range(lanes):
-            total = F(total + sums[e])
-        l[r] = total
+        l[r] = F(l[r] + total_of(sums, 0))
 
     @bare(forceinline=True)
     def take_block(blocks, query, base, first):
