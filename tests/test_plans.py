@@ -171,7 +171,7 @@ def test_memory_of_a_long_sequence(precision):
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(plans, "MOST", 3)
+    monkeypatch.setattr("numflash.tiling.store.MOST", 3)
     plans._plans.plans.clear()
     for n in range(1, 8):
         numflash.attention(Q[:, :, :n], K, V, enable_gqa=True)

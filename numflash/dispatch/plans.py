@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,49 +25,17 @@ from ..interop.arrays import Imported, convert, deliver, memory_of, restore
 from ..jit import guard
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.quantization import GRANULARITIES, QuantizedTensor
-from ..tiling import CHOSEN
+from ..tiling import Store
 from ..validation import Problem, gathered, quantized, scattered, tensor
 from ..validation.options import NAMES, Options
 
-MOST = 256  # plans kept; the oldest goes first
 F = np.float32
-T = TypeVar("T")
 Key = tuple[Any, ...] | None
 MASK, LENGTHS, SLOPES, SINKS = (
     NAMES.index(name) for name in ("attn_mask", "key_lengths", "alibi_slopes", "sinks")
 )
 WINDOW = NAMES.index("window")
 BY_VALUE = frozenset(("attn_mask", "key_lengths", "alibi_slopes", "sinks"))
-
-
-class Store(Generic[T]):
-    """At most `MOST` plans by key.
-
-    Under `tiling.using` nothing is found and nothing kept: a plan holds the kernel of one tiling.
-    """
-
-    def __init__(self) -> None:
-        self.plans: dict[Any, T] = {}
-
-    def get(self, key: Any) -> T | None:
-        """The plan of a key."""
-        return None if CHOSEN.get() else self.plans.get(key)
-
-    def keep(self, key: Any, plan: T) -> None:
-        """Keep a plan, instead of the oldest one where there are too many.
-
-        None of a call whose options cannot be hashed: a list for the window, an array of one
-        number.
-        """
-        if CHOSEN.get():
-            return
-        try:
-            hash(key)
-        except TypeError:
-            return
-        while len(self.plans) >= MOST:
-            self.plans.pop(next(iter(self.plans), None), None)
-        self.plans[key] = plan
 
 
 def _kinds_of(window: Any) -> tuple[type, ...]:

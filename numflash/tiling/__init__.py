@@ -35,6 +35,7 @@ from .sizes import (
     Tiling,
     padded,
 )
+from .store import Store
 
 __all__ = [
     "CACHES",
@@ -49,6 +50,7 @@ __all__ = [
     "TILINGS",
     "Buffer",
     "Caches",
+    "Store",
     "Tiling",
     "chosen",
     "chosen_float",

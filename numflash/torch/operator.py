@@ -354,10 +354,14 @@ class _Attention(torch.autograd.Function):
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out (B, H, L, Dv) like query and lse (B, H, L) float32 of 4-D tensors, with gradients.
 
-    By the operator where something has to see it.
+    By the operator where something has to see it, and by a node of autograd's where a gradient is
+    asked for.
     """
     direct = not _is_traced() and all(map(_is_direct, (query, key, value)))
-    run = _Attention.apply if direct else attention_operator
+    run = attention_operator
+    if direct:
+        watched = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        run = _Attention.apply if watched else _attend
     if not direct and not torch.compiler.is_compiling():
         options = _typed(options)
     out, lse = run(query, key, value, *options)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ...errors import DriverError
 from .driver import Uncaptured, check
 
@@ -53,7 +51,7 @@ class Constants:
         self._own_stream: Any = None
 
     def address(
-        self, key: Hashable, content: Callable[[], np.ndarray], stream: int, captured: bool
+        self, key: Hashable, content: Callable[[], bytes], stream: int, captured: bool
     ) -> int:
         """Where launches on `stream` find a content, which `key` identifies and `content()` makes.
 
@@ -62,7 +60,7 @@ class Constants:
         with self._lock:
             copy = self._copies.get(key)
             if copy is None:
-                copy = self._copies[key] = self._made(content().tobytes(), stream, captured)
+                copy = self._copies[key] = self._made(content(), stream, captured)
             elif not copy.ready:
                 self._order(copy, stream, captured)
             self._copies.move_to_end(key)
@@ -122,6 +120,8 @@ class Constants:
         """Give back the slots of the older half of what no graph reads, once there is too much of
         it and the device is done.
         """
+        if len(self._copies) < KEPT:
+            return
         d = self._driver
         droppable = [key for key, copy in self._copies.items() if not copy.captured]
         if len(droppable) < KEPT:

@@ -19,11 +19,11 @@ import numpy as np
 
 from ...errors import ArgumentError, DriverError, UnsupportedError
 from ..compile import ARCHITECTURES, Compiled, compiled
-from ..instructions.tensormap import TensorMap
 from .constants import Constants
 from .driver import (
     MAP_BYTES,
     Active,
+    Encoder,
     Uncaptured,
     capturing,
     check,
@@ -32,6 +32,7 @@ from .driver import (
     open_driver,
 )
 from .operands import Launch
+from .recorded import Recorded
 
 # of `median_seconds`: of a group of launches, of all groups; launches of a group
 GROUP, ALTOGETHER, MOST_LAUNCHES = 2e-3, 0.4, 50
@@ -255,10 +256,7 @@ class Device:
         the launches; the arrays are on the card before `use` is called.
         """
         steps = [launches] if isinstance(launches, Launch) else launches
-        flat = [
-            [x for group in step.args for x in (group if isinstance(group, tuple) else (group,))]
-            for step in steps
-        ]
+        flat = [step.flat() for step in steps]
         maps = [m for args in flat for x in args if isinstance(x, list) for m in x]
         arrays = [x for args in flat for x in args if isinstance(x, np.ndarray)]
         arrays += [m.array for m in maps]
@@ -269,7 +267,8 @@ class Device:
             if isinstance(x, np.ndarray) and x.flags.writeable
         ]
         with self.active(), _Copies(self.driver, arrays, written) as address:
-            table = encode(self.driver, [(m, address[id(m.array)]) for m in maps])
+            encoders = [Encoder(self.driver, m) for m in maps]
+            table = encode(encoders, [address[id(m.array)] for m in maps])
             with _Copies(self.driver, [table]) as at:
                 next_map = at[id(table)]
                 calls = []
@@ -297,37 +296,27 @@ class Device:
                 finally:
                     self.persist(stream, 0, 0)
 
-    def submit(self, launch: Launch, stream: int) -> None:
-        """Enqueue a launch whose arrays are on the device.
+    def recorded(self, launch: Launch) -> Recorded:
+        """A launch whose arrays are on the device, its kernel loaded, to be enqueued many times."""
+        kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
+        return Recorded(self.driver, kernel, launch.blocks(self.multiprocessors), launch)
+
+    def enqueue(self, steps: Sequence[Recorded], bases: Sequence[int], stream: int) -> None:
+        """Enqueue recorded launches, in order, on operands (`Recorded.enqueue`).
 
         What is small and comes from the host is uploaded once per content.
 
         Legal while the stream is captured: then no memory that the graph reads is freed or written
         again.
         """
-        kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
         with self.active():
             captured = capturing(self.driver, stream)
-            numbers = []
-            constant = functools.partial(self._constants.address, stream=stream, captured=captured)
-            for x in (
-                x
-                for group in launch.args
-                for x in (group if isinstance(group, tuple) else (group,))
-            ):
-                if isinstance(x, list):
-                    numbers.append(constant(_maps_key(x), functools.partial(self._encoded, x)))
-                elif not isinstance(x, np.ndarray):
-                    numbers.append(x)
-                elif id(x) in launch.resident:
-                    numbers.append(x.ctypes.data)
-                else:
-                    content = np.ascontiguousarray(x)
-                    numbers.append(constant(content.tobytes(), content.copy))
-            kernel(launch.blocks(self.multiprocessors), stream, *numbers)
+            for step in steps:
+                step.enqueue(self._constants, bases, stream, captured)
 
-    def _encoded(self, maps: list[TensorMap]) -> np.ndarray:
-        return encode(self.driver, [(m, m.array.ctypes.data) for m in maps])
+    def submit(self, launch: Launch, stream: int) -> None:
+        """Enqueue one launch whose arrays lie on the device, where they say."""
+        self.enqueue([self.recorded(launch)], (0,), stream)
 
     def persist(self, stream: int, address: int, nbytes: int, hit_ratio: float = 1.0) -> None:
         """Request that this range, read again by every block of queries (keys and values), stays in
@@ -369,14 +358,6 @@ class Device:
                 stream, d.CUstreamAttrID.CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW, value
             ),
         )
-
-
-def _maps_key(maps: list[TensorMap]) -> tuple:
-    """What decides the bytes of tensor maps."""
-    return tuple(
-        (m.array.ctypes.data, m.array.dtype.str, m.array.shape, m.array.strides, m.box, m.swizzle)
-        for m in maps
-    )
 
 
 def median_seconds(
@@ -451,13 +432,12 @@ def current_ordinal(driver: Any) -> int:
     return int(check(driver, driver.cuCtxGetDevice()))
 
 
-def device_at(named: Sequence[tuple[str, np.ndarray]]) -> Device:
-    """The card that all of these arrays are on.
+def device_at(named: Sequence[tuple[str, int]]) -> Device:
+    """The card that memory at all of these addresses is on; the current one without any.
 
     Parameters
     ----------
-    named : argument's name and an array whose data pointer is a device address; empty ones are on
-        any device
+    named : argument's name and the address of its array, unless that is empty
 
     Raises
     ------
@@ -465,7 +445,7 @@ def device_at(named: Sequence[tuple[str, np.ndarray]]) -> Device:
         They are on different devices.
     """
     driver = open_driver()
-    there = [(name, device_of(driver, x.ctypes.data)) for name, x in named if x.size]
+    there = [(name, device_of(driver, address)) for name, address in named]
     if not there:
         return current_device()
     first, ordinal = there[0]

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import DriverError, UnsupportedError
 from ..compile import code_version
-from ..instructions.tensormap import TensorMap
+from ..instructions.tensormap import ADDRESSES, TensorMap
 
 # of an encoded tensor map; the alignment is the driver's rule
 MAP_BYTES = 128
@@ -124,56 +124,78 @@ def _function(driver: Any, name: str, *types: Any) -> Callable[..., int]:
     return ctypes.CFUNCTYPE(ctypes.c_int, *types)(int(address))
 
 
-def device_of(driver: Any, address: int) -> int:
-    """The number of the device that holds an address.
+@functools.cache
+def _asker(driver: Any) -> Callable[[int, int], int]:
+    """cuPointerGetAttribute for the device's number: (where to write it, address) -> status.
 
     Some versions of the bindings say 0 for every address (NVIDIA/cuda-python, issue 2928).
     """
-    ordinal, p = ctypes.c_int(), ctypes.c_void_p
+    p = ctypes.c_void_p
     ask = _function(driver, "cuPointerGetAttribute", p, ctypes.c_int, ctypes.c_uint64)
-    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    status = ask(ctypes.addressof(ordinal), int(attribute), address)
-    check(driver, (driver.CUresult(status),))
+    attribute = int(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+    return lambda to, address: ask(to, attribute, address)
+
+
+def device_of(driver: Any, address: int) -> int:
+    """The number of the device that holds an address."""
+    ordinal = ctypes.c_int()
+    status = _asker(driver)(ctypes.addressof(ordinal), address)
+    if status:
+        check(driver, (driver.CUresult(status),))
     return ordinal.value
 
 
-def _encoder(driver: Any) -> Callable[..., int]:
-    """cuTensorMapEncodeTiled: the wrapper has it write to memory that is not aligned as required."""
-    i, u, p = ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
-    types = (p, i, u, ctypes.c_uint64, p, p, p, p, i, i, i, i)
-    return _function(driver, "cuTensorMapEncodeTiled", *types)
+class Encoder:
+    """A tensor map as cuTensorMapEncodeTiled takes it, but for its array's address.
 
+    The bindings' wrapper has the driver write to memory that is not aligned as required.
+    """
 
-def encode(driver: Any, maps: Sequence[tuple[TensorMap, int]]) -> np.ndarray:
-    """(n, 128) bytes that TMA reads, of tensor maps and the addresses of their arrays."""
-    memory = np.zeros(MAP_BYTES * len(maps) + MAP_ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % MAP_ALIGNMENT
-    table = memory[start : start + MAP_BYTES * len(maps)].reshape(len(maps), MAP_BYTES)
-    kinds = driver.CUtensorMapDataType
-    swizzles = driver.CUtensorMapSwizzle
-    names = {"float16": "FLOAT16", "uint16": "BFLOAT16", "int8": "UINT8", "float32": "FLOAT32"}
-    promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-    for row, (tensor, address) in zip(table, maps, strict=True):
-        x = tensor.array
-        tensor.check(address)
+    def __init__(self, driver: Any, tensor: TensorMap) -> None:
+        self._driver, self._tensor = driver, tensor
+        i, u, p = ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
+        types = (p, i, u, ctypes.c_uint64, p, p, p, p, i, i, i, i)
+        self._encode = _function(driver, "cuTensorMapEncodeTiled", *types)
+        self._checked = False
+        x, kinds, swizzles = tensor.array, driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+        names = {"float16": "FLOAT16", "uint16": "BFLOAT16", "int8": "UINT8", "float32": "FLOAT32"}
+        kind = getattr(kinds, "CU_TENSOR_MAP_DATA_TYPE_" + names[x.dtype.name])
+        swizzle = getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{'128B' if tensor.swizzle else 'NONE'}")
+        promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        self._kind = int(kind), x.ndim
         # axes innermost first, strides from the second axis on
-        arrays = (
+        self._sizes = (
             np.array(x.shape[::-1], np.uint64),
-            np.array(tensor.strides()[::-1], np.uint64),
+            np.array(tensor.strides()[::-1], np.int64),
             np.array(tensor.box[::-1], np.uint32),
             np.ones(x.ndim, np.uint32),
         )
-        swizzle = "CU_TENSOR_MAP_SWIZZLE_" + ("128B" if tensor.swizzle else "NONE")
-        status = _encoder(driver)(
-            row.ctypes.data,
-            int(getattr(kinds, "CU_TENSOR_MAP_DATA_TYPE_" + names[x.dtype.name])),
-            x.ndim,
-            address,
-            *(a.ctypes.data for a in arrays),
+        self._layout = (
+            *(a.ctypes.data for a in self._sizes),
             0,  # no interleaving
-            int(getattr(swizzles, swizzle)),
+            int(swizzle),
             int(promotion),
             0,  # zeros beyond the array
         )
-        check(driver, (driver.CUresult(status),))
+
+    def __call__(self, to: int, address: int) -> None:
+        """Write the bytes that TMA reads of an array at this address."""
+        if not self._checked or address % ADDRESSES:
+            self._tensor.check(address)
+            self._checked = True
+        status = self._encode(to, *self._kind, address, *self._layout)
+        if status:
+            check(self._driver, (self._driver.CUresult(status),))
+
+
+def encode(encoders: Sequence[Encoder], addresses: Sequence[int]) -> np.ndarray:
+    """(n, 128) bytes that TMA reads, of tensor maps and the addresses of their arrays."""
+    count = len(encoders)
+    memory = np.zeros(MAP_BYTES * count + MAP_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % MAP_ALIGNMENT
+    table = memory[start : start + MAP_BYTES * count].reshape(count, MAP_BYTES)
+    to = table.ctypes.data
+    for encoder, address in zip(encoders, addresses, strict=True):
+        encoder(to, address)
+        to += MAP_BYTES
     return table

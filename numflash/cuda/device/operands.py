@@ -46,6 +46,10 @@ class Launch:
     # the arrays that come back to the host; None: every writeable one
     written: tuple[np.ndarray, ...] | None = None
 
+    def flat(self) -> list[Any]:
+        """The arguments in order: arrays, lists of tensor maps, numbers."""
+        return [x for group in self.args for x in (group if isinstance(group, tuple) else (group,))]
+
     def blocks(self, most: int) -> tuple[int, int, int]:
         """The grid, for a card that holds `most` persistent blocks at once.
 

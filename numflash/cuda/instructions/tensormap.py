@@ -11,6 +11,8 @@ import numpy as np
 
 from ...errors import UnsupportedError
 
+ADDRESSES = 16  # divides those of all arrays
+
 
 @dataclass(frozen=True)
 class TensorMap:
@@ -44,7 +46,7 @@ class TensorMap:
         x, box = self.array, self.box
         size, row = x.itemsize, box[-1] * x.itemsize
         rules = (
-            (address % 16 == 0, f"its array is at {address:#x}", "multiples of 16"),
+            (address % ADDRESSES == 0, f"its array is at {address:#x}", "multiples of 16"),
             (1 <= x.ndim <= 5 and len(box) == x.ndim, f"rank {x.ndim}, box {box}", "up to 5 axes"),
             (x.shape[-1] == 1 or x.strides[-1] == size, "last axis not contiguous", "contiguous"),
             (all(1 <= n <= 1 << 32 for n in x.shape), f"shape {x.shape}", "sizes from 1 to 2**32"),
