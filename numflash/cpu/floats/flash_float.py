@@ -50,6 +50,9 @@ from .float_state import Group, State, Tile
 F = np.float32
 HIDDEN = F(-np.inf)
 GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
+# Octaves from which on the largest score is scaled as it was for the maximum: between products that
+# are rounded and those inside a multiply-add lie whole octaves there.
+COARSE = F(2.0**24)
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 LOWEST = F(-1e37)  # a row whose maximum is lower is computed again
 inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
@@ -226,6 +229,9 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         x, m = state.x, state.m
         if m[i] == HIDDEN or exceeds(x, at, count, factor, F(m[i] + GROWTH)):
             grow_row(state, i, at, count, factor)
+            if not abs(m[i]) < COARSE:
+                scale(x, at, count, factor)
+                factor = F(1)
         if m[i] == HIDDEN:
             for j in range(at, at + count * lanes):
                 state.p[j] = operand(0)
