@@ -22,6 +22,7 @@ def test_a_script_is_valid_shell_and_asks_for_the_request(make):
     }[make]  # fmt: skip
     for part in (*asked, "NUMBA_NUM_THREADS=12", "'my env'/bin/activate", "numba-cache"):
         assert part in text, part
+    assert make is fugaku or "export SRUN_CPUS_PER_TASK=12" in text
     assert "python -c 'print('\"'\"'a b'\"'\"')'" in text
 
 

@@ -83,15 +83,31 @@ def test_what_is_kept_is_what_calls_take(file):
     [
         ("{", "not a file of tilings"),
         ("[1]", "not a file of tilings"),
+        ('{"CPU": {"avx2-int8": 3}}', "not a file of tilings"),
         ('{"CPU": {"mmx-int8": {}}}', "no tiling 'mmx-int8'"),
         ('{"CPU": {"avx2-int8": {"mr": 9}}}', "mr = 9 breaks a rule"),
+        ('{"CPU": {"avx2-int8": {"mr": "6"}}}', "mr: got '6'"),
+        ("\xff", "not a file of tilings"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_named(file, text, message):
     file.parent.mkdir()
-    file.write_text(text.replace("CPU", cpu_name()))
-    with pytest.raises(ArgumentError, match=message):
+    file.write_text(text.replace("CPU", cpu_name()), encoding="latin-1")
+    with pytest.raises(ArgumentError, match=message) as caught:
         tiling.in_use("avx2")
+    assert str(file) in str(caught.value)
+
+
+def test_a_user_without_a_home_folder(monkeypatch):
+    """As in a container: no HOME, and a user who is in no list."""
+    for name in ("NUMFLASH_TILINGS", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what Python's own one does then
+    choice.saved.cache_clear()
+    assert tiling.in_use("avx2") is tiling.TILINGS["avx2-int8"]
+    with pytest.raises(ArgumentError, match=r"cannot be written: .*; allowed: another NUMFLASH"):
+        choice.save(tiling.TILINGS["avx2-int8"])
+    choice.saved.cache_clear()
 
 
 @pytest.mark.skipif(require(None) == "portable", reason="no register tiles here")

@@ -119,6 +119,7 @@ def slurm(request: Request) -> str:
 {account}{queue}set -e
 # one process per memory group (NUMA node): {request.threads} threads, memory from the same group
 {_environment(request)}
+export SRUN_CPUS_PER_TASK={request.threads}      # from SLURM 22.05 on srun does not take it from above: one core
 srun --nodes=1 --ntasks=1 python -m numflash info
 srun --nodes=1 --ntasks=1 python -m numflash warmup              # compiles once, for this job and later ones: minutes
 srun --cpu-bind=cores --mem-bind=local --distribution=block:block {_command(request)}

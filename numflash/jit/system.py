@@ -17,6 +17,18 @@ from typing import Any
 SYSFS = "/sys/devices/system/cpu/cpu0/cache"
 
 
+def user_cache() -> Path:
+    """The user's folder for caches.
+
+    For a user without a home folder (no HOME, and not in the list of users, as in containers) one
+    that can be neither read nor made.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        return Path(os.devnull, "cache")
+
+
 def cache_sizes() -> dict[int, int]:
     """{level: bytes} of the data caches of a (fast) core, and {0: line size}; {} if unknown."""
     if sys.platform == "darwin":

@@ -201,6 +201,12 @@ def half_table(model: Model, rows: int, wide: float) -> Table:
     return table
 
 
+def causal_gain(length: int, rows: int) -> float:
+    """Key blocks of all tiles of `rows` queries over those that a causal mask leaves."""
+    ends = [min(first + rows, length) for first in range(0, length, rows)]
+    return len(ends) * -(-length // KEY_BLOCK) / sum(-(-end // KEY_BLOCK) for end in ends)
+
+
 def gains(cpu: str, cycles: dict[str, float], half: float, values: float) -> list[Gain]:
     """The table's rows, from the cycles of a block by variant and of both P.V tiles."""
     machine, isa = machines.MACHINES[cpu], isa_of(cpu) or "sve"
@@ -212,9 +218,7 @@ def gains(cpu: str, cycles: dict[str, float], half: float, values: float) -> lis
         machines.transfer(machine, held, wide, n)
         for held, n in ((machine.levels[0].size + 1, 1), (big, machine.cores))
     )
-    tiles = LENGTH // rows
-    causal = sum(-(-(n + 1) * rows // KEY_BLOCK) for n in range(tiles)) / tiles
-    skipped = LENGTH / KEY_BLOCK / causal
+    skipped = causal_gain(LENGTH, rows)
     width = GROUP * D  # of a token, float32, through LayerNorm and the quantiser
     attention = (LENGTH / KEY_BLOCK) * GROUP / rows * whole  # cycles for a token
     per_byte = machines.transfer(machine, big, 1.0)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.backends import solve
+from ..errors import ArgumentTypeError
 from ..interop.arguments import refuse_unknown
 from ..interop.arrays import convert, deliver, import_array, restore, to_float32
 from ..numerics.merge import apply_sinks, join, weights
 from ..numerics.quantization import quantize_heads
 from .agreement import agree, communicator
 from .plan import Plan, make_plan
-from .ring import Report, rotate
+from .ring import Report, Route, allocate, rotate
 from .shards import Agreed, Format, Shard, Statistics, decode, encode, operands, quantise_shard
 from .splits import Split
 
@@ -27,6 +28,7 @@ class Job:
     so far.
 
     query : (B, H, L, D) array or QuantizedTensor;  own : Shard;  agreed : Agreed, for "int8"
+    room : memory for the messages
     out (B, H, L, Dv) float32, lse (B, H, L) float32
     error : the first that this rank met while others already relied on it
     """
@@ -37,23 +39,28 @@ class Job:
     own: Shard
     agreed: Agreed | None
     impl: str
+    room: Any
     out: np.ndarray
     lse: np.ndarray
     error: Exception | None = None
+
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Keep an error of `work` for `finish`, and do nothing after one."""
+        if self.error is None:
+            try:
+                work()
+            except Exception as error:
+                self.error = error
 
     def attend(self, shard: Shard) -> None:
         """Merge in the attention of every query chunk to every chunk of the shard that it attends
         to.
         """
-        if self.error is None:
-            try:
-                for c, keys in enumerate(shard.ranges):
-                    arrays = [field[c] for field in shard.arrays]
-                    for rows, start in self.plan.pieces():
-                        if self.plan.sees(rows, start, keys):
-                            self._merge(rows, start, keys, arrays)
-            except Exception as error:
-                self.error = error
+        for c, keys in enumerate(shard.ranges):
+            arrays = [field[c] for field in shard.arrays]
+            for rows, start in self.plan.pieces():
+                if self.plan.sees(rows, start, keys):
+                    self._merge(rows, start, keys, arrays)
 
     def _merge(
         self, rows: slice, start: int, keys: tuple[int, int], arrays: list[np.ndarray]
@@ -78,8 +85,8 @@ class Job:
         return (self.out, self.lse) if sinks is None else apply_sinks(self.out, self.lse, sinks)
 
 
-def prepare(comm: Any, plan: Plan, impl: str) -> Job:
-    """Quantise where that is asked for.
+def prepare(comm: Any, plan: Plan, impl: str, make_room: Callable[[Plan, Format], Any]) -> Job:
+    """Quantise where that is asked for, and allocate, while an error is still raised on all ranks.
 
     Queries and keys once, by their owner, with the offset and scales of all ranks.
     """
@@ -107,7 +114,7 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
             own = quantise_shard(to_float32(p.key), to_float32(p.value), ranges, p, agreed)
         out = np.zeros((b, h, length, dv), np.float32)
         lse = np.full((b, h, length), -np.inf, np.float32)
-        jobs.append(Job(plan, form, query, own, agreed, impl, out, lse))
+        jobs.append(Job(plan, form, query, own, agreed, impl, make_room(plan, form), out, lse))
 
     agree(comm, make)
     return jobs[0]
@@ -118,18 +125,23 @@ def run(
     query: Any,
     key: Any,
     value: Any,
+    make_room: Callable[[Plan, Format], Any],
     work: Callable[[Any, Job, Report], None],
     report: Report | None,
     options: dict[str, Any],
 ) -> Any:
     """What the public functions have in common: check, prepare, `work`, deliver."""
     started = time.perf_counter()
+
+    def check() -> None:
+        refuse_unknown("all_gather_attention", options, DEFAULTS)
+        if not (report is None or isinstance(report, Report)):
+            raise ArgumentTypeError(f"report: got {report!r}; allowed: a Report, or None")
+
+    plan = make_plan(communicator(comm), query, key, value, options, check)
     report = Report() if report is None else report
     vars(report).update(vars(Report()))
-    given = dict(options)
-    split, split_kv, impl = (given.pop(name) for name in ("split", "split_kv", "impl"))
-    plan = make_plan(communicator(comm), query, key, value, split, split_kv, impl, given)
-    job = prepare(comm, plan, impl)
+    job = prepare(comm, plan, options["impl"], make_room)
     report.setup = time.perf_counter() - started
     work(comm, job, report)
     out, lse = job.finish(comm)
@@ -234,10 +246,21 @@ def ring_attention(
         "impl": impl,
     }
 
-    def work(comm: Any, job: Job, report: Report) -> None:
-        rotate(comm, job.form, job.own, job.plan.itinerary(), job.attend, report)
+    return run(comm, query, key, value, ring_room, ring_work, report, options)
 
-    return run(comm, query, key, value, work, report, options)
+
+def ring_room(plan: Plan, form: Format) -> Route:
+    """The way of the keys round the ring."""
+    return Route.of(form, plan.itinerary(), plan.rank, plan.keys.ranks)
+
+
+def ring_work(comm: Any, job: Job, report: Report) -> None:
+    """Compute this rank's rows while keys and values go round the ring."""
+
+    def work(shard: Shard) -> None:
+        job.attempt(lambda: job.attend(shard))
+
+    rotate(comm, job.form, job.own, job.room, work, report)
 
 
 def all_gather_attention(
@@ -267,8 +290,13 @@ def all_gather_attention(
     ArgumentError, ArgumentTypeError, UnsupportedError
         The same on every rank, naming the rank that met it.
     """
-    refuse_unknown("all_gather_attention", options, DEFAULTS)
-    return run(comm, query, key, value, gather_work, report, {**DEFAULTS, **options})
+    return run(comm, query, key, value, gather_room, gather_work, report, {**DEFAULTS, **options})
+
+
+def gather_room(plan: Plan, form: Format) -> tuple[np.ndarray, np.ndarray]:
+    """Memory for this rank's keys and values, and for everybody's."""
+    sizes = [form.nbytes(c) for c in plan.keys.chunks]
+    return allocate(sizes[plan.rank]), allocate(sum(sizes))
 
 
 def gather_work(comm: Any, job: Job, report: Report) -> None:
@@ -279,8 +307,7 @@ def gather_work(comm: Any, job: Job, report: Report) -> None:
     keys = job.plan.keys
     form = job.form
     sizes = [form.nbytes(c) for c in keys.chunks]
-    mine = np.empty(sizes[comm.rank], np.uint8)
-    everything = np.empty(sum(sizes), np.uint8)
+    mine, everything = job.room
     encode(form, job.own, mine)
     places = np.cumsum([0, *sizes])
     comm.Allgatherv([mine, MPI.BYTE], [everything, sizes, places[:-1].tolist(), MPI.BYTE])
@@ -293,7 +320,7 @@ def gather_work(comm: Any, job: Job, report: Report) -> None:
     parts = [
         decode(form, c, everything[places[r] : places[r + 1]]) for r, c in enumerate(keys.chunks)
     ]
-    job.attend(Shard.whole(parts))
+    job.attempt(lambda: job.attend(Shard.whole(parts)))
     report.kernel = time.perf_counter() - start - report.exchange
 
 

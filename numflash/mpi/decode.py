@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
+from ..interop.arguments import real
 from ..interop.arrays import convert, deliver, import_array
 from ..numerics.merge import join, weights
 from .agreement import agree, communicator, require_same
@@ -81,7 +82,7 @@ def split_kv_decode(
         given = {
             "query's shape": taken.array.shape,
             "query's dtype": taken.dtype,
-            "scale": scale,
+            "scale": None if scale is None else real("scale", scale),
             "cache.value_dim": cache.value_dim,
         }
         if taken.array.ndim != 4 or taken.array.shape[2] != 1:

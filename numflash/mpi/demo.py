@@ -17,7 +17,7 @@ from ..measure.console import Progress, Table, count
 from ..measure.metrics import errors
 from ..validation.options import Options
 from .agreement import mpi
-from .attention import all_gather_attention, prepare, ring_attention
+from .attention import all_gather_attention, prepare, ring_attention, ring_room
 from .model import LINKS, Ring
 from .plan import make_plan
 from .ring import Report, rotate
@@ -194,12 +194,12 @@ def timed(
 def exchange_alone(comm: Any, local: Any, kind: str, given: dict[str, Any]) -> float:
     """Seconds of the same messages with nothing to compute."""
     query, key, value = local
-    plan = make_plan(comm, query, key, value, kind, None, "auto", given)
-    job = prepare(comm, plan, "auto")
+    options = {**given, "split": kind, "split_kv": None, "impl": "auto"}
+    job = prepare(comm, make_plan(comm, query, key, value, options), "auto", ring_room)
 
     def once() -> float:
         start = time.perf_counter()
-        rotate(comm, job.form, job.own, plan.itinerary(), lambda shard: None, Report())
+        rotate(comm, job.form, job.own, job.room, lambda shard: None, Report())
         return time.perf_counter() - start
 
     return slowest(comm, once)

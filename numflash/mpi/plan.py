@@ -157,19 +157,22 @@ def make_plan(
     query: Any,
     key: Any,
     value: Any,
-    split: Any,
-    split_kv: Any,
-    impl: Any,
-    given: dict[str, Any],
+    asked: dict[str, Any],
+    check: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Check every rank's arguments, and that they fit together, before anything is exchanged but
     these descriptions.
 
-    given : options as `Options` takes them, not checked yet: an error belongs to all ranks
+    asked : split, split_kv, impl, and those of `Options`, not checked yet: an error belongs to
+        all ranks
+    check : raises for other arguments of this rank
     """
+    given = dict(asked)
+    split, split_kv, impl = (given.pop(name) for name in ("split", "split_kv", "impl"))
     local: list[tuple[Problem, Options]] = []
 
     def describe() -> tuple[dict[str, Any], int, int]:
+        check()
         choice("impl", impl, IMPLS)
         for name, x in (("split", split), ("split_kv", split_kv)):
             if not isinstance(x, Split) and not (x is None and name == "split_kv"):

@@ -46,6 +46,38 @@ class Report:
     total: float = 0.0
 
 
+def allocate(nbytes: int) -> np.ndarray:
+    """Memory for messages."""
+    return np.empty(nbytes, np.uint8)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What each step of the ring sends, and the memory for it.
+
+    ranges : (owner, step) -> ranges
+        What is sent, see `Plan.itinerary`.
+    inbox : for what arrives, in turns;  outbox : for what is not sent on as it came
+    """
+
+    ranges: Callable[[int, int], tuple[Range, ...]]
+    inbox: list[np.ndarray]
+    outbox: np.ndarray
+
+    @classmethod
+    def of(
+        cls, form: Format, ranges: Callable[[int, int], tuple[Range, ...]], rank: int, ranks: int
+    ) -> Route:
+        """The route over so many ranks.
+
+        All memory is allocated here, because other ranks wait for one that fails in the ring.
+        """
+        steps = range(1, ranks)
+        arriving = max((form.nbytes(ranges(rank - t, t)) for t in steps), default=0)
+        leaving = max((form.nbytes(ranges(rank - t + 1, t)) for t in steps), default=0)
+        return cls(ranges, [allocate(arriving) for _ in steps[:2]], allocate(leaving))
+
+
 def messages(buffer: np.ndarray) -> list[np.ndarray]:
     """A buffer in pieces that MPI can count; none for an empty one."""
     return [buffer[at : at + LARGEST] for at in range(0, buffer.size, LARGEST)]
@@ -72,7 +104,11 @@ def progressing(requests: list[Any]) -> Iterator[None]:
             pass
 
     thread = threading.Thread(target=move, name="numflash-mpi")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads are allowed: the messages move after the kernel
+        yield
+        return
     try:
         yield
     finally:
@@ -84,14 +120,12 @@ def rotate(
     comm: Any,
     form: Format,
     own: Shard,
-    ranges: Callable[[int, int], tuple[Range, ...]],
+    route: Route,
     work: Callable[[Shard], None],
     report: Report,
 ) -> None:
     """Call `work` on the shard of every rank in turn, own first; the next one arrives meanwhile.
 
-    ranges : (owner, step) -> ranges
-        What is sent, see `Plan.itinerary`.
     work
         Must not raise: the other ranks would wait forever.
     """
@@ -100,8 +134,7 @@ def rotate(
     n = comm.size
     rank = comm.rank
     clock = time.perf_counter
-    most = max((form.nbytes(ranges(rank - t, t)) for t in range(1, n)), default=0)
-    inbox = [np.empty(most, np.uint8) for _ in range(min(2, n - 1))]
+    ranges = route.ranges
     shard = own
     received = np.empty(0, np.uint8)
     for step in range(1, n + 1):
@@ -113,9 +146,9 @@ def rotate(
             wanted = ranges(rank - step, step)
             outgoing = received
             if step == 1 or onward != shard.ranges:
-                outgoing = np.empty(form.nbytes(onward), np.uint8)
+                outgoing = route.outbox[: form.nbytes(onward)]
                 encode(form, shard.cut(onward), outgoing)
-            incoming = inbox[(step - 1) % 2][: form.nbytes(wanted)]
+            incoming = route.inbox[(step - 1) % 2][: form.nbytes(wanted)]
             requests = [
                 comm.Irecv([part, MPI.BYTE], (rank - 1) % n, TAG) for part in messages(incoming)
             ]

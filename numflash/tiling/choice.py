@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, UnsupportedError
+from ..jit.system import user_cache
 from ..jit.whole import write_whole
 from .named import TILINGS
 from .sizes import KEY_BLOCK, Tiling
@@ -215,20 +216,22 @@ def using(isa: str | Tiling | None = None, dtype: str = "int8", **changes: int) 
 def file_of_choices() -> Path:
     """Where `numflash tune` keeps this user's tilings: NUMFLASH_TILINGS, or a file in ~/.cache."""
     named = os.environ.get("NUMFLASH_TILINGS")
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(named) if named else Path(cache).expanduser() / "numflash" / "tilings.json"
+    return Path(named) if named else user_cache() / "numflash" / "tilings.json"
+
+
+def _nested(x: Any, depth: int) -> bool:
+    """Whether x is a dict of dicts, so many of them below it."""
+    return isinstance(x, dict) and (not depth or all(_nested(y, depth - 1) for y in x.values()))
 
 
 def _contents(file: Path) -> dict[str, dict[str, dict[str, int]]]:
     """CPU name -> tiling name -> sizes that differ from the named ones."""
     try:
-        text = file.read_text(encoding="utf-8")
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not _nested(found, 2):
+            raise ValueError
     except OSError:
         return {}
-    try:
-        found = json.loads(text)
-        if not isinstance(found, dict) or not all(isinstance(x, dict) for x in found.values()):
-            raise ValueError
     except ValueError:
         raise ArgumentError(
             f"{file}: not a file of tilings; allowed: as numflash tune writes it, or no file"
@@ -241,11 +244,15 @@ def saved() -> dict[str, Tiling]:
     """Tilings kept for this machine by name, from `file_of_choices`; read once, and checked."""
     from ..jit.target import cpu_name
 
-    chosen = _contents(file_of_choices()).get(cpu_name(), {})
+    file = file_of_choices()
+    chosen = _contents(file).get(cpu_name(), {})
     for name in chosen:
         if name not in changeable():
-            raise ArgumentError(f"{file_of_choices()}: no tiling {name!r}; allowed: {changeable()}")
-    return {name: changed(TILINGS[name], sizes) for name, sizes in chosen.items()}
+            raise ArgumentError(f"{file}: no tiling {name!r}; allowed: {changeable()}")
+    try:
+        return {name: changed(TILINGS[name], sizes) for name, sizes in chosen.items()}
+    except ArgumentError as error:
+        raise ArgumentError(f"{file}: {error}, or no file") from None
 
 
 def save(t: Tiling) -> Path:

@@ -232,7 +232,21 @@ def mistakes(comm):
         attention.solve = solve_once
         yield name, everywhere(comm, lambda: ring_attention(comm, *good, impl="reference"))
         attention.solve = usual
-    yield "unknown", everywhere(comm, lambda: all_gather_attention(comm, *good, casual=True))
+    for name, call in CALLS.items():
+        module = {"ring": ring, "gather": attention}[name]
+        allocate = module.allocate
+
+        def full(nbytes, allocate=allocate):
+            if last:
+                raise MemoryError("full")
+            return allocate(nbytes)
+
+        module.allocate = full
+        yield f"room, {name}", everywhere(comm, lambda c=call: c(comm, *good, impl="reference"))
+        module.allocate = allocate
+    yield "report", everywhere(comm, lambda: ring_attention(comm, *good, report=last or None))
+    wrong = {"casual": True} if last else {}
+    yield "unknown", everywhere(comm, lambda: all_gather_attention(comm, *good, **wrong))
     yield "comm", everywhere(comm, lambda: ring_attention(MPI.COMM_NULL, *good))
     yield "none", everywhere(comm, lambda: ring_attention(None, *good))
     yield "chunks", everywhere(comm, lambda: Split((((0, 3),), ((2, 5),))))

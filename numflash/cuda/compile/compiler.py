@@ -26,6 +26,7 @@ from typing import Any
 from ...errors import ArgumentError, UnsupportedError
 from ...jit.disk_cache import source_digest
 from ...jit.interrupts import uninterrupted
+from ...jit.system import user_cache
 from ...jit.trust import read
 from ...jit.whole import write_whole
 from ...tiling import SHARED_MEMORY
@@ -106,12 +107,7 @@ class Compiled:
 def cache_directory() -> Path:
     """NUMFLASH_CACHE_DIR, or NUMBA_CACHE_DIR, or the user's cache folder."""
     chosen = os.environ.get("NUMFLASH_CACHE_DIR") or os.environ.get("NUMBA_CACHE_DIR")
-    base = (
-        Path(chosen)
-        if chosen
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numflash"
-    )
-    return base / "cuda"
+    return (Path(chosen) if chosen else user_cache() / "numflash") / "cuda"
 
 
 def capability(arch: str) -> tuple:
