@@ -294,7 +294,7 @@ print(f"a model of the A64FX (cycles of Q.K^T, P.V, exp2 per element): INT8 P.V 
 # * *Together* the gains do not multiply to what their names promise: each is a gain over a kernel that lacks the others.
 #
 # `numflash estimate improvements` asks a model of the A64FX about the same kernels in SVE: vector exp2 1.01, prefetching 0.97 to 1.03,
-# 12 threads 12, 16-bit P.V 1.42, LayerNorm 1.00, causal skipping 1.94, INT8 P.V 2.16.
+# 12 threads 12, 16-bit P.V 1.42, LayerNorm 1.00, causal skipping 1.93, INT8 P.V 2.16.
 
 # %%
 apart = ("all together", "16-bit P.V", "fused LayerNorm, its part", "GQA, decode")
