@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 LOG2E = np.log2(np.e)
-INT8_LIMIT = 2.0**30 / 256 / LOG2E  # precision "int8" clips scores here
+INT8_LIMIT = 2.0**28 / 256 / LOG2E  # precision "int8" clips scores here
 KEY_BLOCK = 128
 FIRST, FINER = 4, 32  # keys and values of a sequence that are rounded to 1/32 of a step
 LARGEST = float(np.finfo(np.float32).max)
@@ -324,7 +324,7 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
     with np.errstate(all="ignore"):
         dots = (qv @ kv.swapaxes(2, 3)) * scale
         cap = o.get("softcap", 0.0)
-        limit = 2.0**30 * cap if cap else INT8_LIMIT
+        limit = 2.0**28 * cap if cap else INT8_LIMIT
         near = np.clip(dots, -limit, limit)
         means = np.broadcast_to(
             heads(k.offset * np.ones((1, k.data.shape[1], 1, 1)), h), (b, h, 1, d)
