@@ -33,11 +33,20 @@ def _block_mask(given: Any) -> BlockMask | None:
             f"block_mask: got {type(given).__name__}; allowed: a BlockMask of PyTorch or numflash, or None"
         )
     if given not in _converted:
+        counts, indices, full_counts, full_indices = (
+            None if x is None else x.cpu()
+            for x in (
+                given.kv_num_blocks,
+                given.kv_indices,
+                given.full_kv_num_blocks,
+                given.full_kv_indices,
+            )
+        )
         _converted[given] = BlockMask.from_kv_blocks(
-            given.kv_num_blocks,
-            given.kv_indices,
-            given.full_kv_num_blocks,
-            given.full_kv_indices,
+            counts,
+            indices,
+            full_counts,
+            full_indices,
             given.BLOCK_SIZE,
             given.mask_mod,
             given.seq_lengths,
@@ -116,11 +125,12 @@ def flex_attention(
 
     Parameters
     ----------
-    query : (B, H, L, D) CPU tensor;  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
-        float32, float16 or bfloat16; may require gradients.
+    query : (B, H, L, D) tensor;  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
+        float32, float16 or bfloat16; may require gradients, on the CPU. On a card as
+        `numflash.flex_attention` takes them.
     score_mod : function of (score, b, h, q_idx, kv_idx), or None
-        Captured tensors are constants: one that requires a gradient is refused while gradients are
-        on.
+        Captured tensors are constants, on the CPU also where the query is on a card; one that
+        requires a gradient is refused while gradients are on.
     block_mask : BlockMask of PyTorch or of numflash, or None
         PyTorch's is read once: a changed one has to be a new object.
     scale, enable_gqa, return_lse, return_aux
