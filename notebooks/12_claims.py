@@ -143,7 +143,7 @@ ratios = [512 / c * GHZ / g for c, g, _ in printed.values()]
 assert max(ratios) / min(ratios) < 1.02
 
 # %% [markdown]
-# One and the same ratio (the column "ratio") for all rows: the "cycles" are ticks of a slower clock (the 100 MHz timer), and the percentages were
+# One and the same ratio (the column "ratio") for all rows: the "cycles" are ticks of a slower clock (the 100 MHz timer would give 20), and the percentages were
 # taken of 64, half the peak that the same file states. So fused is 22.6 % beside 51 to 58 %.
 #
 # ## L = 512, "144 times faster"

@@ -111,6 +111,14 @@ def test_a_user_without_a_home_folder(monkeypatch):
 
 
 @pytest.mark.skipif(require(None) == "portable", reason="no register tiles here")
+def test_a_file_that_cannot_be_written_is_an_error_before_measuring(file, monkeypatch):
+    file.parent.write_text("a file, and no folder")
+    monkeypatch.setattr(tune, "_times", lambda *given: pytest.fail("measured"))
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        tune.run(length=128, head_dim=32)
+
+
+@pytest.mark.skipif(require(None) == "portable", reason="no register tiles here")
 def test_the_fastest_is_kept_and_wrong_bits_are_refused(file, monkeypatch, capsys):
     clock, cost = [0.0], {}
 

@@ -245,6 +245,8 @@ def run(
         same = [t for t in others if (t.mr, t.nv) == (now.mr, now.nv)]
         others = varied([t for t in others if t not in same]) + same
     chosen = [now, *others][:measured]
+    if keep and chosen:
+        save(now)  # a file that cannot be written is an error now, not after minutes of measuring
     seconds = _times(chosen, request) if chosen else []
     rows: list[tuple[Tiling, float | None]] = [(t, None) for t in chosen or ranked[:10]]
     by_instruction = cpu is not None and dtype == "float32" and isa.startswith(("sve", "neon"))
