@@ -178,13 +178,18 @@ def batch_of(tiles, b):
 
 
 @bare
-def state(tiles, b, h, first_row, last_row, key):
-    """Of the blocks of some rows at a key: 0 if all are empty, 2 if all are full, else 1."""
-    states = tiles.states
-    nb, nh, _, columns = states.shape
-    b, h, column = min(b, nb - 1), min(h, nh - 1), min(key // tiles.keys, columns - 1)
+def blocks_of(tiles, b, h, first_row, last_row):
+    """Where the states of the blocks that hold some rows are: (b, h, first block, last block)."""
+    nb, nh, _, _ = tiles.states.shape
+    return min(b, nb - 1), min(h, nh - 1), first_row // tiles.rows, last_row // tiles.rows
+
+
+@bare
+def state(states, blocks, column):
+    """Of `blocks_of` in a column of blocks: 0 if all are empty, 2 if all are full, else 1."""
+    b, h, first, last = blocks
     low, high = FULL, np.uint8(0)
-    for block in range(first_row // tiles.rows, last_row // tiles.rows + 1):
+    for block in range(first, last + 1):
         found = states[b, h, block, column]
         low, high = min(low, found), max(high, found)
     if high == 0:
@@ -198,25 +203,32 @@ def trimmed(tiles, b, h, first_row, last_row, first, stop, unit):
 
     The first one stays a multiple of `unit`.
     """
-    start = first
-    while start < stop and state(tiles, b, h, first_row, last_row, start) == 0:
-        start = (start // tiles.keys + 1) * tiles.keys
-    if start >= stop:
+    if first >= stop:
         return stop, stop
-    while stop > start and state(tiles, b, h, first_row, last_row, stop - 1) == 0:
-        stop = max(start, (stop - 1) // tiles.keys * tiles.keys)
+    states, keys = tiles.states, tiles.keys
+    blocks = blocks_of(tiles, b, h, first_row, last_row)
+    column, last = first // keys, min((stop - 1) // keys, states.shape[3] - 1)
+    while column <= last and state(states, blocks, column) == 0:
+        column += 1
+    if column > last:
+        return stop, stop
+    end = last
+    while state(states, blocks, end) == 0:
+        end -= 1
+    start = first if column == first // keys else column * keys
+    stop = stop if end == last else (end + 1) * keys
     return max(first, start // unit * unit), stop
 
 
 @bare
 def any_but(tiles, b, h, first_row, last_row, first, stop, kind):
     """Whether some block of these rows and keys has another state than `kind`."""
-    key = first
-    while key < stop:
-        if state(tiles, b, h, first_row, last_row, key) != kind:
-            return True
-        key = (key // tiles.keys + 1) * tiles.keys
-    return False
+    states, keys = tiles.states, tiles.keys
+    blocks = blocks_of(tiles, b, h, first_row, last_row)
+    found = False
+    for column in range(first // keys, min((stop + keys - 1) // keys, states.shape[3])):
+        found = found or state(states, blocks, column) != kind
+    return found
 
 
 @bare
