@@ -50,8 +50,9 @@ from .float_state import Group, State, Tile
 F = np.float32
 HIDDEN = F(-np.inf)
 GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
-# Octaves from which on the largest score is scaled as it was for the maximum: between products that
-# are rounded and those inside a multiply-add lie whole octaves there.
+# From so many octaves on a row's scores are multiplied by their factor before they become weights.
+# There a rounded product, as the maximum is one, is whole octaves away from the exact one inside a
+# multiply-add, and the weight of the largest score would be 0 or infinite instead of 1.
 COARSE = F(2.0**24)
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 LOWEST = F(-1e37)  # a row whose maximum is lower is computed again
@@ -347,7 +348,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         bits, whole = reinterpret(row, word), row.size // (lanes * group)
         found = beyond(row, 0, whole, limit)
         for e in range(whole * lanes * group, row.size):
-            found |= bits[e] & MAGNITUDE >> spare > limit >> spare
+            found |= (bits[e] & (MAGNITUDE >> spare)) > (limit >> spare)
         return found
 
     @bare
@@ -425,7 +426,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             limit = reinterpret(x.limits, np.uint32)[n_kv]
             first, stop = load_tile(x.q, limit, semantics, tile, s, state)
             ask_for_rows(x.q, n, row - sizes.workers * sizes.block_q, sizes.block_q)
-            own = results.out[n, row]
+            own = results.out[n, row]  # a store waits for its cache line, too
             for line in range(0, tile.real * own.size * 4, LINE):
                 prefetch_written(address(own) + line)
             for block in range(first // key_block * key_block, stop, key_block):

@@ -33,11 +33,9 @@ def on_lines(x: np.ndarray) -> np.ndarray:
 
 
 @bare
-def largest(words, group, top):
-    """Bits of the largest finite magnitude in a row of words, at least `top`.
-
-    Infinity and NaN do not count.
-    """
+def largest(words, group):
+    """Bits of the largest finite magnitude in a row of words; infinity and NaN do not count."""
+    top = U(0)
     for e in range(words.size):
         if group == 1:
             x = U(words[e] & U(0x7FFFFFFF))
@@ -62,7 +60,7 @@ def make_pack_keys(side: int, panel: int, group: int):
         first = p * panel
         count = max(0, min(panel, stops[n // nh] - first))
         source, target = (n * length + first) * words, task * panel * words
-        most[n, p] = largest(k[source : source + count * words], group, U(0))
+        most[n, p] = largest(k[source : source + count * words], group)
         whole, columns = count // side * side, words // side * side
         for c in range(0, whole, side):
             for e in range(0, columns, side):
