@@ -12,7 +12,7 @@ import pytest
 from oracles import naive, qkv
 
 import numflash
-from numflash.cpu import launch
+from numflash.cpu import launch, launch_float
 from numflash.dispatch import plans
 from numflash.errors import ArgumentError, NumflashError
 from numflash.jit import scratch
@@ -154,6 +154,20 @@ def test_rows_that_float32_cannot_hold():
     plain = both(q, K * 1e10, V, enable_gqa=True)
     want, _ = naive(q, K * 1e10, V)
     np.testing.assert_allclose(plain, want, atol=1e-5)
+
+
+def test_a_negative_scale_is_held_by_float32(monkeypatch):
+    """The largest score times a negative scale is the smallest: no maximum to subtract."""
+    q, k, v = qkv(b=1, h=1, l=12, s=64, d=16, dv=16)
+    rows = launch_float.run_rows
+
+    def in_float32(problem, options, double, *arrays):
+        assert not double
+        rows(problem, options, double, *arrays)
+
+    monkeypatch.setattr(launch_float, "run_rows", in_float32)
+    out = numflash.attention(q * 40, k, v, scale=-1.0)
+    np.testing.assert_allclose(out, naive(q * -40, k, v, scale=1.0)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
