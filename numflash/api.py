@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -141,13 +142,18 @@ def attend(
     if impl in ("auto", "cuda") and on_device(query):
         from .cuda import arrays
 
-        return arrays.attention(query, key, value, options)
+        return arrays.attention(query, key, value, options, keep=_kept(call))
     taken = validation.import_operands(query, key, value)
     problem = validation.problem_of(taken, options)
     out, lse = (restore(x, taken[0].array.ndim, options.layout) for x in solve(problem, impl))
     if call is not None:
         plans.keep(call, problem, taken, options, impl)
     return deliver(out, lse, taken[0], options.return_lse)
+
+
+def _kept(call: plans.Key) -> Any:
+    """What keeps the plan of a call on a card; None for a call that leaves none."""
+    return None if call is None else functools.partial(plans.keep_made, call)
 
 
 def attention_backward(
@@ -240,13 +246,18 @@ def attention_backward(
 
 
 def differentiate(
-    arrays: tuple[Any, ...], options: Options, impl: str, functions: tuple[Any, Any] = (None, None)
+    arrays: tuple[Any, ...],
+    options: Options,
+    impl: str,
+    functions: tuple[Any, Any] = (None, None),
+    call: plans.Key = None,
 ) -> tuple[Any, Any, Any]:
     """`attention_backward` with its options checked.
 
     Arrays are grad_out, query, key, value, out and lse.
 
     functions : score_mod and block_mask
+    call : key of the next calls, for which it leaves a plan if the arrays are on a card
     """
     grad_out, query, key, value, out, lse = arrays
     choice("impl", impl, IMPLS)
@@ -259,7 +270,7 @@ def differentiate(
     if there:
         from .cuda.arrays import attention_backward
 
-        return attention_backward(grad_out, query, key, value, out, lse, options)
+        return attention_backward(grad_out, query, key, value, out, lse, options, _kept(call))
     taken = validation.import_operands(query, key, value)
     layout = options.layout
     problem = validation.problem_of(taken, options)

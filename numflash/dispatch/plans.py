@@ -8,8 +8,9 @@ call checks what it alone can get wrong (nothing: shapes, dtypes and options are
 checked), brings its arrays into contiguous memory, allocates its result and enters one compiled
 function.
 
-Only calls on NumPy arrays, or on PyTorch's tensors on the CPU, without masks, lengths, slopes and
-sinks, whose values would have to be looked at, leave a plan.
+Only calls on NumPy arrays or PyTorch's tensors, without masks, lengths, slopes and sinks, whose
+values would have to be looked at, leave a plan here. That of tensors on a card is
+`cuda.arrays.tensors.Again`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ..interop import device_tensors
 from ..interop.arrays import Imported, convert, deliver, memory_of, restore
 from ..jit import guard
 from ..jit.threads import one_at_a_time, refuse_after_fork
@@ -50,15 +52,18 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
 
     Types count: True, 1 and 1.0 are equal, and not all of them are allowed.
     """
-    if not _arrays_or_tensors(query, key, value) or not (
-        given[MASK] is given[LENGTHS] is given[SLOPES] is given[SINKS] is None
-    ):
+    if not (given[MASK] is given[LENGTHS] is given[SLOPES] is given[SINKS] is None):
         return None
+    there: tuple[Any, ...] | None = ()
+    if not _arrays_or_tensors(query, key, value):
+        there = device_tensors.places(query, key, value)
+        if there is None:
+            return None
     kinds = tuple(map(type, given))
     if given[WINDOW] is not None:
         kinds += _kinds_of(given[WINDOW])
     shapes = query.shape, key.shape, value.shape
-    return shapes, query.dtype, key.dtype, value.dtype, given, kinds, impl
+    return shapes, query.dtype, key.dtype, value.dtype, given, kinds, impl, there
 
 
 def _arrays_or_tensors(*given: Any) -> bool:
@@ -267,8 +272,7 @@ class PackedPlan:
         return deliver(out, lse, self.query, self.return_lse)
 
 
-AnyPlan = Plan | QuantizedPlan | PackedPlan
-_plans: Store[AnyPlan] = Store()
+_plans: Store[Any] = Store()
 
 
 def find(key: Key) -> Any:
@@ -305,6 +309,11 @@ def keep(
     if runner is not None:
         native = all(dtype == F for dtype in key[1:4])
         _plans.keep(key, Plan(problem, given, options, runner, native))
+
+
+def keep_made(key: Key, call: Any) -> None:
+    """Keep what computes a call on tensors on a card that has succeeded."""
+    _plans.keep(key, call)
 
 
 def keep_packed(

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..errors import ArgumentTypeError, UnsupportedError
 from . import halves
+from .device_tensors import refuse_grad
 
 CPU_DEVICE = 1  # kDLCPU
 STORAGE = {"bfloat16": "uint16"}
@@ -212,10 +213,7 @@ def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
         raise UnsupportedError(f"{name}: the tensor is on device {x.device}; allowed: CPU tensors")
     if x.requires_grad:
         if torch.is_grad_enabled():
-            raise ArgumentError(
-                f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, "
-                "call under no_grad(), or numflash.torch.attention, which has gradients"
-            )
+            raise refuse_grad(name)
         x = x.detach()
     try:
         if x.dtype is torch.bfloat16:

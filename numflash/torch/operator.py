@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from .. import api, validation
 from ..dispatch import backends, plans
 from ..errors import UnsupportedError
+from ..interop import device_tensors
 from ..interop.arguments import choice
 from ..interop.arrays import Memory
 from ..jit import threads
@@ -146,6 +147,8 @@ def _runner(
     True, and only one of them may be allowed.
     """
     dtype = query.dtype if type(query) is Tensor else None
+    if dtype is not None and query.is_cuda:
+        return _on_card("attention", (query, key, value), options)
     if dtype not in READ or not (
         _plain(query, dtype) and _plain(key, dtype) and _plain(value, dtype)
     ):
@@ -161,10 +164,23 @@ def _runner(
         return None, None
 
 
+def _on_card(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The key of equal calls on tensors on a card, and what computes them, as of `_runner`."""
+    places = device_tensors.places(*tensors)
+    if places is None or any(isinstance(x, Tensor) for x in options):
+        return None, None
+    forms = tuple((x.shape, x.dtype) for x in tensors)
+    call = name, forms, places, options, tuple(map(type, options))
+    return call, plans.find(call)
+
+
 def _run(
     runner: Any, query: Tensor, key: Tensor, value: Tensor, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The results of a call that was made before; lse only where it is wanted."""
+    if query.is_cuda:
+        out, lse = runner(query, key, value)
+        return out, lse
     refuse_after_fork()
     rows = query.shape[:3]
     out = query.new_empty((*rows, value.shape[3]), dtype=torch.float32)
@@ -183,7 +199,7 @@ def unobserved(*tensors: Tensor) -> bool:
     return not (
         (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         or _is_traced()
-        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda" if tensors[0].is_cuda else "cpu")
     )
 
 
@@ -222,7 +238,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     asked, impl = _options(options, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
     if query.is_cuda:  # allocates through PyTorch, and gets the current stream
-        return api.attend(query, key, value, asked, impl)
+        return api.attend(query, key, value, asked, impl, call)
     problem = validation.problem(query, key, value, asked)
     out, lse = _results(query, value)
     written = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
@@ -259,14 +275,20 @@ def _differentiate(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, shaped like them; in memory of PyTorch's."""
+    call = None
+    if query.is_cuda:  # no card's kernel reads one number expanded, as the gradient of a sum is
+        grad_out = grad_out.contiguous()
+        call, again = _on_card("gradients", (query, key, value, grad_out, out, lse), options)
+        if again is not None:
+            dq, dk, dv = again(query, key, value, None, grad_out, out, lse)
+            return dq, dk, dv
     asked, impl = _options(options, key)
     asked = replace(asked, pv=None)  # of "int8" only, which has no gradient
     grad_out, query, key, value, out, lse = (
         x.detach() for x in (grad_out, query, key, value, out, lse)
     )
-    if query.is_cuda:  # no card's kernel reads one number expanded, as the gradient of a sum is
-        arrays = (grad_out.contiguous(), query, key, value, out, lse)
-        return api.differentiate(arrays, asked, impl)
+    if query.is_cuda:
+        return api.differentiate((grad_out, query, key, value, out, lse), asked, impl, call=call)
     problem = validation.problem(query, key, value, asked)
     operands = validation.gradient_operands(problem, tuple(query.shape), grad_out, out, lse, "bhld")
     found = [x.new_zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]

@@ -47,6 +47,10 @@ class Tensor:
         return self.strides if axis is None else self.strides[axis]
     def data_ptr(self):
         return self.at
+    def is_neg(self):
+        return False
+    def get_device(self):
+        return self.device
     def reshape(self, shape):
         return self
     def contiguous(self):
@@ -88,10 +92,12 @@ print(len(constants._copies), sum(len(x) for x in constants._free.values()) + le
 
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_copies_come_before_the_launches_that_read_them(driver, capability):  # noqa: F811
-    """On streams that do not wait for each other; slots are used again once nothing reads them."""
+    """On streams that do not wait for each other; slots are used again once nothing reads them: 256
+    plans hold lengths and slopes of their own, 256 others may wait to be asked for again.
+    """
     out, _ = lines(driver, SIDE_STREAM, capability)
     kept, slots = map(int, out[0].split())
-    assert 128 < kept <= 256 + 3
+    assert 2 * 256 < kept <= 3 * 256 + 3
     assert slots == 2048 + 512 * (capability == "90"), "one piece of the arena for each size"
 
 

@@ -15,7 +15,9 @@ from ...interop.arrays import import_array, on_device
 from ...validation.options import Options
 from .operands import Operands, Remote, representing
 from .plans import Made, Plan, run
+from .tensors import Again
 
+Keep = Callable[[Callable[..., Any]], None]
 FORWARD = ("query", "key", "value", "attn_mask", "sinks")
 BACKWARD = ("query", "key", "value", "attn_mask", "grad_out", "out", "lse")
 
@@ -26,8 +28,12 @@ def attention(
     value: Any,
     options: Options,
     with_functions: Callable[[validation.Problem], validation.Problem] | None = None,
+    keep: Keep | None = None,
 ) -> Any:
     """`numflash.attention` for device arrays.
+
+    `keep` is given what computes equal calls on PyTorch's tensors (`device_tensors.places`) without
+    mask, lengths, slopes and sinks.
 
     `with_functions` adds score and mask functions to the problem; what they capture is in host
     memory and uploaded once per content. Such a call leaves no plan.
@@ -46,11 +52,24 @@ def attention(
 
     if with_functions is None:
         small = ("key_lengths", options.key_lengths), ("alibi_slopes", options.alibi_slopes)
-        found = run(operands, (*small, ("sinks", sinks)), options, plan)
+        found, kept = run(operands, (*small, ("sinks", sinks)), options, plan)
+        if keep is not None:
+            keep(_again(kept, query, options))
     else:
         found = plan()(operands)
     out, lse, *_ = found
     return _delivered(out, lse, len(query.shape), options)
+
+
+def _again(plan: Plan, query: Any, options: Options) -> Callable[[Any, Any, Any], Any]:
+    """What computes a call on PyTorch's tensors that is equal to one before."""
+    call, ndim = Again(plan, query, 2), len(query.shape)
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        out, lse = call(query, key, value, None, None)
+        return _delivered(out, lse, ndim, options)
+
+    return attend
 
 
 def _delivered(out: Any, lse: Any, ndim: int, options: Options) -> Any:
@@ -123,16 +142,20 @@ def attention_backward(
     out: Any,
     lse: Any,
     options: Options,
+    keep: Keep | None = None,
 ) -> tuple[Any, Any, Any]:
     """`numflash.attention_backward` for device arrays.
 
     A mask is on that card too, the rows' statistics get memory of the query's kind.
 
-    Sinks are in the LSE already.
+    Sinks are in the LSE already. `keep` is given what computes equal calls, as in `attention`.
     """
-    operands = Operands(BACKWARD, (query, key, value, options.attn_mask, dense(grad_out), out, lse))
+    grad_out = dense(grad_out)
+    operands = Operands(BACKWARD, (query, key, value, options.attn_mask, grad_out, out, lse))
     small = ("key_lengths", options.key_lengths), ("alibi_slopes", options.alibi_slopes)
-    dq, dk, dv, _ = run(operands, small, options, lambda: _backward(operands, options))
+    (dq, dk, dv, _), plan = run(operands, small, options, lambda: _backward(operands, options))
+    if keep is not None:
+        keep(Again(plan, query, 3))
     return dq, dk, dv
 
 

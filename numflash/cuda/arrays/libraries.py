@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import ArgumentTypeError
+from ...interop import device_tensors
 from ...interop.arrays import on_device
 from ..device.driver import device_of, open_driver
 
@@ -103,11 +104,16 @@ class Seen(NamedTuple):
     form: tuple[Any, ...]  # the shape first
 
 
-def seen(x: Any) -> Seen | None:
-    """A device array of a library that is served; None for anything else."""
+def seen(name: str, x: Any) -> Seen | None:
+    """A device array of a library that is served; None for anything else.
+
+    Raises what `device_tensors.check` does.
+    """
     library = None if x is None else _library_of(x)
     if library is None:
         return None
+    if library is PyTorch:
+        device_tensors.check(name, x, sys.modules["torch"])
     address, form = library.look(x)
     return Seen(library, address or 16, form)
 

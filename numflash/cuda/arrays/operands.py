@@ -14,8 +14,9 @@ import numpy as np
 
 from ...errors import ArgumentTypeError
 from ...interop.arrays import Memory
+from ...interop.device_tensors import ALIGNMENT
 from ..device import Device, device_at
-from ..device.recorded import ALIGNMENT, base, place
+from ..device.recorded import base, place
 from .libraries import Seen, refused, seen
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -49,7 +50,7 @@ class Operands:
 
     def __init__(self, names: tuple[str, ...], given: Sequence[Any]) -> None:
         self.names, self.given = names, given
-        self.seen: list[Seen | None] = [seen(x) for x in given]
+        self.seen: list[Seen | None] = list(map(seen, names, given))
 
     def take(self, name: str, dtypes: tuple[str, ...] = DTYPES) -> Remote:
         """Describe one; raises for what is not on a card, a library or dtype that is not served."""

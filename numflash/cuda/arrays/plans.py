@@ -30,23 +30,28 @@ class Plan:
     ----------
     device : that the arrays are on
     launches : in order; of the operands, and of `made`, whose numbers follow theirs
-    made : arrays that each call makes: the number of the operand whose kind they are, shape, dtype
+    made : arrays that each call makes: the number of the operand whose kind they are, shape, dtype;
+        an attribute too
     """
 
     def __init__(self, device: Device, launches: Sequence[Launch], made: Sequence[Made]) -> None:
-        self._device, self._made = device, tuple(made)
+        self._device, self.made = device, tuple(made)
         self._steps = [device.recorded(x) for x in launches]
 
     def __call__(self, operands: Operands) -> list[Any]:
         """What is made, the launches enqueued on the stream of the first operand's library."""
         found, bases = [], operands.bases()
-        for number, shape, dtype in self._made:
+        for number, shape, dtype in self.made:
             x, there = operands.empty(number, shape, dtype)
             bases.append(there)
             found.append(x)
-        if self._steps:
-            self._device.enqueue(self._steps, bases, operands.stream())
+        self.enqueue(bases, operands.stream())
         return found
+
+    def enqueue(self, bases: Sequence[int], stream: int) -> None:
+        """Enqueue the launches on operands and on what was made (`Recorded.enqueue`)."""
+        if self._steps:
+            self._device.enqueue(self._steps, bases, stream)
 
 
 plans: Store[Plan] = Store()
@@ -54,9 +59,9 @@ plans: Store[Plan] = Store()
 
 def run(
     operands: Operands, small: Sequence[tuple[str, Any]], options: Options, make: Callable[[], Plan]
-) -> list[Any]:
-    """What the plan of a call makes: that of an equal call before, or the one that `make` gives,
-    which checks the call in full.
+) -> tuple[list[Any], Plan]:
+    """What the plan of a call makes, and the plan: that of an equal call before, or the one that
+    `make` gives, which checks the call in full.
 
     small : names of the arrays on the host, and what was given for them
     options : the others
@@ -64,12 +69,12 @@ def run(
     call = _key(operands, small, options)
     plan = None if call is None else plans.get(call)
     if plan is not None:
-        return plan(operands)
+        return plan(operands), plan
     plan = make()
     found = plan(operands)
     if call is not None:
         plans.keep(call, plan)
-    return found
+    return found, plan
 
 
 def _key(operands: Operands, small: Sequence[tuple[str, Any]], options: Options) -> Any:

@@ -2,18 +2,21 @@
 
 Copies on a device, kept.
 
-One copy per content, found by a key. It is made from pinned memory, asynchronously, on the stream
-of the launch that needs it first; launches on other streams wait for it on the device. Copies that
-a captured graph reads are never freed and never change.
+One copy per content, found by a key, made from pinned memory. What recorded launches hold (lengths,
+slopes) is there before they are enqueued and stays as long as they do. The others (tensor maps,
+which change with the addresses) are copied asynchronously, on the stream of the launch that needs
+them first; launches on other streams wait for them on the device. Copies that a captured graph reads
+are never freed and never change.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import DriverError
@@ -22,7 +25,7 @@ from .driver import Uncaptured, check
 # bytes of a piece of the arena, and of its smallest slot
 CHUNK = 1 << 18
 SMALLEST = 128
-KEPT = 256  # copies that no graph reads; beyond, the older half goes
+KEPT = 256  # copies that no graph reads and nothing holds; beyond, the older half goes
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Copy:
     event: Any
     ready: bool = False  # the copy is known to be done
     captured: bool = False  # a graph reads it
+    holders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 class Constants:
@@ -67,6 +71,16 @@ class Constants:
             copy.captured |= captured
             return copy.address
 
+    def hold(self, content: bytes, holder: Any) -> Copy:
+        """The copy of a content, complete, which stays as long as `holder` lives."""
+        with self._lock:
+            copy = self._copies.get(content)
+            if copy is None:
+                self._drop_old()
+                copy = self._copies[content] = self._made(content, 0, captured=True)
+            copy.holders.add(holder)
+            return copy
+
     def _order(self, copy: Copy, stream: int, captured: bool) -> None:
         """Launches on `stream` come after the copy."""
         d = self._driver
@@ -78,6 +92,7 @@ class Constants:
             check(d, d.cuStreamWaitEvent(stream, copy.event, 0))
 
     def _made(self, content: bytes, stream: int, captured: bool) -> Copy:
+        """A new copy, enqueued on `stream`; at once, and by a stream of its own, if `captured`."""
         d = self._driver
         size = max(SMALLEST, 1 << (len(content) - 1).bit_length())
         if not captured:
@@ -87,7 +102,7 @@ class Constants:
             event = self._events.pop() if self._events else self._new_event()
         copy = Copy(address, pinned, size, event)
         ctypes.memmove(pinned, content, len(content))
-        if captured:  # no part of the graph: done before it is launched
+        if captured:  # done before the launch, of which it is no part
             with Uncaptured(d):
                 self._own_stream = self._own_stream or check(
                     d, d.cuStreamCreate(d.CUstream_flags.CU_STREAM_NON_BLOCKING)
@@ -117,13 +132,15 @@ class Constants:
         return free.pop()
 
     def _drop_old(self) -> None:
-        """Give back the slots of the older half of what no graph reads, once there is too much of
-        it and the device is done.
+        """Give back the slots of the older half of what no graph reads and nothing holds, once there
+        is too much of it and the device is done.
         """
         if len(self._copies) < KEPT:
             return
         d = self._driver
-        droppable = [key for key, copy in self._copies.items() if not copy.captured]
+        droppable = [
+            key for key, copy in self._copies.items() if not copy.captured and not copy.holders
+        ]
         if len(droppable) < KEPT:
             return
         try:

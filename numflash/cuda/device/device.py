@@ -56,6 +56,17 @@ def words_of(parameter: str) -> tuple[str, ...]:
     )
 
 
+class Parameters:
+    """A kernel's parameters as the driver reads them: `slots` are their numbers, one of ctypes' each."""
+
+    def __init__(self, item: Compiled) -> None:
+        self.slots: list[Any] = [_CTYPES[t](0) for p in item.parameters for t in words_of(p)]
+        # with a null after the last, which marks their end for tools that read them
+        kind = ctypes.c_void_p * (len(self.slots) + 1)
+        self._pointers = kind(*map(ctypes.addressof, self.slots), None)
+        self.address = ctypes.addressof(self._pointers)
+
+
 class Kernel:
     """A cubin loaded into the current context.
 
@@ -74,25 +85,38 @@ class Kernel:
             check(driver, driver.cuFuncSetAttribute(self._function, attribute, item.shared_bytes))
         self._local = threading.local()
 
-    def _block(self) -> tuple[list[Any], Any, int]:
-        values: list[Any] = [_CTYPES[t](0) for p in self.item.parameters for t in words_of(p)]
-        # with a null after the last, which marks their end for tools that read them
-        pointers = (ctypes.c_void_p * (len(values) + 1))(*map(ctypes.addressof, values), None)
-        self._local.block = values, pointers, ctypes.addressof(pointers)
-        return self._local.block
+    def parameters(self) -> Parameters:
+        """A parameter block of its own."""
+        return Parameters(self.item)
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
         """Launch with device pointers and numbers as arguments."""
-        block = getattr(self._local, "block", None) or self._block()
-        for slot, value in zip(block[0], arguments, strict=True):
+        block = getattr(self._local, "block", None)
+        if block is None:
+            block = self._local.block = self.parameters()
+        for slot, value in zip(block.slots, arguments, strict=True):
             slot.value = value
+        self.launch(grid, stream, block)
+
+    def launch(self, grid: tuple[int, int, int], stream: int, block: Parameters) -> None:
+        """Launch with the numbers of a parameter block, which are read before this returns."""
         item, d = self.item, self._driver
         if item.cluster == 1:
             launched = d.cuLaunchKernel(
-                self._function, *grid, item.threads, 1, 1, item.shared_bytes, stream, block[2], 0
+                self._function,
+                *grid,
+                item.threads,
+                1,
+                1,
+                item.shared_bytes,
+                stream,
+                block.address,
+                0,
             )
         else:
-            launched = d.cuLaunchKernelEx(self._config(grid, stream), self._function, block[2], 0)
+            launched = d.cuLaunchKernelEx(
+                self._config(grid, stream), self._function, block.address, 0
+            )
         if launched[0]:
             check(d, launched)
 
@@ -299,7 +323,8 @@ class Device:
     def recorded(self, launch: Launch) -> Recorded:
         """A launch whose arrays are on the device, its kernel loaded, to be enqueued many times."""
         kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
-        return Recorded(self.driver, kernel, launch.blocks(self.multiprocessors), launch)
+        with self.active():
+            return Recorded(self, self._constants, kernel, launch)
 
     def enqueue(self, steps: Sequence[Recorded], bases: Sequence[int], stream: int) -> None:
         """Enqueue recorded launches, in order, on operands (`Recorded.enqueue`).
@@ -312,7 +337,7 @@ class Device:
         with self.active():
             captured = capturing(self.driver, stream)
             for step in steps:
-                step.enqueue(self._constants, bases, stream, captured)
+                step.enqueue(bases, stream, captured)
 
     def submit(self, launch: Launch, stream: int) -> None:
         """Enqueue one launch whose arrays lie on the device, where they say."""

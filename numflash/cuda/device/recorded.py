@@ -6,18 +6,18 @@ part, and where in it. Shapes, strides, views and alignment are those of any arr
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ...interop.device_tensors import ALIGNMENT
 from ..instructions.tensormap import TensorMap
-from .constants import Constants
+from .constants import Constants, Copy
 from .driver import Encoder, encode
 from .operands import Launch
 
-ALIGNMENT = 16  # bytes: nothing that a launch depends on is finer
 SHIFT = 56  # above all addresses
 
 
@@ -63,48 +63,56 @@ class _Maps:
 class Recorded:
     """A launch of a loaded kernel, to be enqueued any number of times, by several threads at once.
 
-    It keeps the contents of the launch's host arrays, and no array.
+    It holds copies on the device of the launch's host arrays, and no array. Made with the device's
+    context current.
 
     Parameters
     ----------
-    driver : the bindings
+    device : `Device`
+    constants : its copies of what is small and comes from the host
     kernel : `device.Kernel`
-    grid : of its blocks
     launch : whose arrays on the card are recorded at `place`
     """
 
-    def __init__(
-        self, driver: Any, kernel: Any, grid: tuple[int, int, int], launch: Launch
-    ) -> None:
-        self.kernel, self.grid = kernel, grid
+    def __init__(self, device: Any, constants: Constants, kernel: Any, launch: Launch) -> None:
+        self.kernel, self.grid = kernel, launch.blocks(device.multiprocessors)
+        self._constants, self._local = constants, threading.local()
         self._numbers: list[Any] = []
         self._pointers: list[tuple[int, int, int]] = []  # number of the argument, operand, offset
-        self._contents: list[tuple[int, bytes, Callable[[], bytes]]] = []
+        self._held: list[Copy] = []
         self._maps: list[tuple[int, _Maps]] = []
         for n, x in enumerate(launch.flat()):
-            plain = not isinstance(x, (list, np.ndarray))
-            self._numbers.append(x if plain else 0)
+            number = 0
             if isinstance(x, list):
-                self._maps.append((n, _Maps(driver, x)))
+                self._maps.append((n, _Maps(device.driver, x)))
             elif id(x) in launch.resident:
                 self._pointers.append((n, *_found(x)))
-            elif not plain:
-                content = x.tobytes()
-                self._contents.append((n, content, functools.partial(bytes, content)))
+            elif isinstance(x, np.ndarray):
+                self._held.append(constants.hold(x.tobytes(), self))
+                number = self._held[-1].address
+            else:
+                number = x
+            self._numbers.append(number)
 
-    def enqueue(
-        self, constants: Constants, bases: Sequence[int], stream: int, captured: bool
-    ) -> None:
+    def _block(self) -> Any:
+        """The parameters of a thread: what is the same in every launch is written once."""
+        block = self._local.block = self.kernel.parameters()
+        for slot, value in zip(block.slots, self._numbers, strict=True):
+            slot.value = value
+        return block
+
+    def enqueue(self, bases: Sequence[int], stream: int, captured: bool) -> None:
         """Launch on operands: `bases` by their numbers, the first one 0.
 
-        constants : what is small and comes from the host
         captured : launches on the stream are recorded into a graph
         """
-        numbers = self._numbers.copy()
+        block = getattr(self._local, "block", None) or self._block()
+        slots = block.slots
         for n, operand, offset in self._pointers:
-            numbers[n] = bases[operand] + offset
-        for n, content, make in self._contents:
-            numbers[n] = constants.address(content, make, stream, captured)
+            slots[n].value = bases[operand] + offset
         for n, maps in self._maps:
-            numbers[n] = constants.address(*maps.at(bases), stream, captured)
-        self.kernel(self.grid, stream, *numbers)
+            slots[n].value = self._constants.address(*maps.at(bases), stream, captured)
+        if captured:
+            for copy in self._held:
+                copy.captured = True
+        self.kernel.launch(self.grid, stream, block)
