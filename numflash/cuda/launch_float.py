@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..tiling import Tiling, cuda_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
+from .device.arrangement import Arrangement, band_costs, listed_costs
 from .device.operands import (
     LOG2E,
     Launch,
@@ -232,6 +233,26 @@ def units_together(problem: Problem, packed: int) -> int:
     return max(1, min(units, nb * nh // packed))
 
 
+def _order(
+    problem: Problem, packed: int, row_tiles: int, tile: tuple[int, int], functions: tuple
+) -> Any:
+    """The order of the tiles of rows where they take different times: with a band, and with a list of
+    tiles, which is the third array of `functions`. Else one number that nobody reads.
+    """
+    nb, nh, _, length, s, *_ = problem.shape
+    units = nb * nh // packed
+    if functions and functions[2].size > 1:
+        costs = listed_costs(functions[2], (nb, nh // packed, row_tiles)).reshape(units, row_tiles)
+    elif band(problem)[0]:
+        diagonal, keys = key_places(problem, s)
+        rows = length, packed, row_tiles
+        each = band_costs(rows, keys, diagonal, band(problem)[1:], tile)
+        costs = np.repeat(each, units // nb, 0)
+    else:
+        return np.zeros(1, np.int32)
+    return Arrangement(costs, units_together(problem, packed))
+
+
 def hopper_cluster(d: int, dv: int, row_tiles: int, alone: bool) -> int:
     """Blocks of a cluster, which share keys and values: two for wide heads with an even number of
     tiles of rows, unless a tile of rows has tiles of keys of its own (`alone`).
@@ -281,22 +302,32 @@ def hopper_forward(
     }
     chosen, functions = _functions(problem, packed, (block_q, block_k))
     constants.update(chosen)
-    schedule = row_tiles, units, units_together(problem, packed) if banded else 1
+    order = _order(problem, packed, row_tiles, (block_q, block_k), functions)
     maps = [
         TensorMap(packed_rows(q, packed), (1, 1, block_q // packed, packed, PANEL)),
         *(TensorMap(x, (1, 1, block_k, PANEL)) for x in (k, v)),
     ]
     args = (
-        (maps, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
+        (
+            maps,
+            out,
+            lse,
+            *key_places(problem, s),
+            stored,
+            slopes_of(problem),
+            sinks,
+            order,
+            *functions,
+        ),
         (*(int(n) for n in out.strides[:3]), *strides_of(mask, results)),
-        (length, v.shape[-1] * 2, nh, left, right, *schedule),
+        (length, v.shape[-1] * 2, nh, left, right, row_tiles, units),
         _factors(problem),
     )
     return Launch(
         flash_hopper,
         constants,
         "sm_90a",
-        (schedule[0] * schedule[1], 1, 1),
+        (row_tiles * units, 1, 1),
         args,
         lambda: (out[..., :dv], lse),
         resident_ids(results, q, k, v, out, lse, stored, sinks),

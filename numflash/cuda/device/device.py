@@ -280,7 +280,8 @@ class Device:
         the launches; the arrays are on the card before `use` is called.
         """
         steps = [launches] if isinstance(launches, Launch) else launches
-        flat = [step.flat() for step in steps]
+        most = blocks or self.multiprocessors
+        flat = [step.flat(most) for step in steps]
         maps = [m for args in flat for x in args if isinstance(x, list) for m in x]
         arrays = [x for args in flat for x in args if isinstance(x, np.ndarray)]
         arrays += [m.array for m in maps]
@@ -300,7 +301,7 @@ class Device:
                     item = compiled(step.factory, step.arch, "cubin", **step.constants)
                     numbers = _arguments(item, args, address, next_map)
                     next_map += MAP_BYTES * sum(len(x) for x in args if isinstance(x, list))
-                    grid = step.blocks(blocks or self.multiprocessors)
+                    grid = step.blocks(most)
                     calls.append(functools.partial(self.kernel(item), grid, stream, *numbers))
 
                 def work() -> None:

@@ -31,7 +31,8 @@ Results = tuple[np.ndarray, np.ndarray] | None
 class Launch:
     """One kernel launch.
 
-    `args` holds tuples of arrays, which are passed as addresses, and of numbers.
+    `args` holds tuples of arrays, which are passed as addresses, and of numbers. A function among
+    them makes an array for a number of persistent blocks.
     """
 
     factory: Callable
@@ -46,9 +47,19 @@ class Launch:
     # the arrays that come back to the host; None: every writeable one
     written: tuple[np.ndarray, ...] | None = None
 
-    def flat(self) -> list[Any]:
-        """The arguments in order: arrays, lists of tensor maps, numbers."""
-        return [x for group in self.args for x in (group if isinstance(group, tuple) else (group,))]
+    def flat(self, most: int) -> list[Any]:
+        """The arguments in order: arrays, lists of tensor maps, numbers. `most` as for `blocks`."""
+        groups = (x if isinstance(x, tuple) else (x,) for x in self.arguments(most))
+        return [x for group in groups for x in group]
+
+    def arguments(self, most: int) -> list[Any]:
+        """The arguments as the kernel groups them. `most` as for `blocks`."""
+        blocks = self.blocks(most)[0]
+
+        def made(x: Any) -> Any:
+            return x(blocks) if callable(x) else x
+
+        return [tuple(map(made, x)) if isinstance(x, tuple) else made(x) for x in self.args]
 
     def blocks(self, most: int) -> tuple[int, int, int]:
         """The grid, for a card that holds `most` persistent blocks at once.
@@ -206,7 +217,7 @@ def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, An
 
     kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
     grid = launch.blocks(EMULATED_BLOCKS)
-    report = emulate(kernel, grid, None, list(launch.args), **options)
+    report = emulate(kernel, grid, None, launch.arguments(EMULATED_BLOCKS), **options)
     return (*launch.finish(), report)
 
 

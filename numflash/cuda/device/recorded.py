@@ -81,7 +81,7 @@ class Recorded:
         self._pointers: list[tuple[int, int, int]] = []  # number of the argument, operand, offset
         self._held: list[Copy] = []
         self._maps: list[tuple[int, _Maps]] = []
-        for n, x in enumerate(launch.flat()):
+        for n, x in enumerate(launch.flat(device.multiprocessors)):
             number = 0
             if isinstance(x, list):
                 self._maps.append((n, _Maps(device.driver, x)))

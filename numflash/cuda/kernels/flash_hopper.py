@@ -21,7 +21,7 @@ from ..instructions import ptx
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, make_issue_scores
 from .hopper_cluster import make_bring, make_meet, make_release, readers
 from .hopper_rows import make_write_rows
-from .hopper_schedule import make_number_in, make_rows_of
+from .hopper_schedule import make_place_in, make_rows_at
 from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
 from .pieces import NEG_INF, Call, State, make_tile_range
 from .score_functions import known, make_tile_list, pointers_of
@@ -31,14 +31,14 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
-# sinks, then the functions'
+# sinks, order of the tiles of rows where the host has arranged them, then the functions'
 # strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key
 # sizes: queries, bytes per row of o, query heads, left, right, then the schedule's
-# (`hopper_schedule`): tiles of rows, units, units together
+# (`hopper_schedule`): tiles of rows, units
 # factors: scale * log2(e), softcap * log2(e), 2 / softcap
-DIAGONALS, LENGTHS = 3, 4
+DIAGONALS, LENGTHS, ORDER = 3, 4, 8
 SIGNATURE = types.void(
-    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
+    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 7), types.UniTuple(f32, 3)
 )
 
 
@@ -121,8 +121,9 @@ def flash_hopper(
     transform = chosen.transforms or known(functions).changes
     find_tiles, start_of, _, all_seen = make_tile_list(OWN, listed, block_k)
     pack, describe = ptx.pack[dtype], make_describe(packed)
-    tile_range, rows_of = make_tile_range(block_q, block_k, packed, band), make_rows_of(band)
-    number_in, meet_all = make_number_in(cluster), make_meet(cluster)
+    tile_range = make_tile_range(block_q, block_k, packed, band)
+    rows_at, place_in = make_rows_at(band or listed), make_place_in(cluster)
+    meet_all = make_meet(cluster)
     emptied, release = make_release(cluster)
     reads = readers(cluster, consumers)
     bring_k, bring_v = (make_bring(cluster, n, k_panel) for n in (d_panels, dv_panels))
@@ -227,10 +228,10 @@ def flash_hopper(
     _, full_step = make_step(False)
 
     @device_function
-    def place_in(turn, call):
+    def rows_in(turn, call):
         """First row, first head and batch entry of the block's tile of rows in its turn."""
-        _, _, heads, _, _, row_tiles, units, together = call.sizes
-        rows, unit = rows_of(number_in(turn), row_tiles, units, together)
+        _, _, heads, _, _, row_tiles, _ = call.sizes
+        rows, unit = rows_at(place_in(turn), call.pointers[ORDER], row_tiles)
         groups = i32(heads // packed)
         batch = i32(ptx.udiv(u32(unit), u32(groups)))
         return i32(rows * block_q), i32((unit - batch * groups) * packed), batch
@@ -288,7 +289,7 @@ def flash_hopper(
 
         Q comes behind the first keys: their stage is free before the rows are.
         """
-        place = place_in(turn, call)
+        place = rows_in(turn, call)
         found = keys_of(place, call)
         count = i32(found.tiles - found.tile)
         for k in range(max(count, i32(1))):
@@ -305,7 +306,7 @@ def flash_hopper(
     @device_function
     def attend(turn, n, own_row, work, state, ring, call):
         """A consumer's part of a tile of rows."""
-        first_row, first_head, batch = place = place_in(turn, call)
+        first_row, first_head, batch = place = rows_in(turn, call)
         keys, diagonal, listed_at, tile, tiles, seen, seen_end = keys_of(place, call)
         queries, _, heads, left, right = call.sizes[:5]
         row = i32(first_row + own_row)
@@ -347,7 +348,7 @@ def flash_hopper(
         if overlap and some:
             add_values(work, n - 1, ring)
             values_read(work, n - 1, ring)
-        first_row, first_head, batch = place_in(ptx.fresh(turn), call)  # in no register until here
+        first_row, first_head, batch = rows_in(ptx.fresh(turn), call)  # in no register until here
         write_rows(work.o, state, i32(first_row + own_row), first_head, batch, call)
         return n
 
@@ -387,7 +388,7 @@ def flash_hopper(
         if warpgroup == 0:
             FEWER()
             if thread == 0:
-                while number_in(turn) < tiles_of_rows:
+                while place_in(turn) < tiles_of_rows:
                     n = bring(turn, n, ring, maps, call)
                     turn += 1
         else:
@@ -401,7 +402,7 @@ def flash_hopper(
             own_row = i32((warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16 + (lane >> 2))
             if ping_pong and warpgroup == consumers:
                 ptx.barrier_arrive(ring.next, u32(256))  # the first turn is warpgroup 1's
-            while number_in(turn) < tiles_of_rows:
+            while place_in(turn) < tiles_of_rows:
                 n = attend(turn, n, own_row, work, state, ring, call)
                 turn += 1
             if ping_pong and warpgroup == 1:

@@ -1,11 +1,11 @@
 """Which tiles of rows a persistent block computes, and in what order: a static schedule.
 
 There are as many blocks as multiprocessors (or tiles), and each computes one tile of rows after the
-other; the blocks of a cluster take neighbouring ones. The tiles are numbered longest first, and turn
-n gives out the next ones, one to each block: in even turns in the order of the blocks, in odd ones
-backwards, so that who got a long one gets a short one next. Nothing is counted in memory: there is
-nothing to reset before a launch, which a captured graph may repeat, and the same block always
-computes the same rows.
+other; the blocks of a cluster take neighbouring ones. Turn n gives out the next tiles, one to each
+block, unit after unit (a batch entry's heads whose rows are packed together). Where tiles of rows
+take different times the host says which are next (`device.arrangement`). Nothing is counted in memory:
+there is nothing to reset before a launch, which a captured graph may repeat, and the same block
+always computes the same rows.
 """
 
 from __future__ import annotations
@@ -16,45 +16,40 @@ from typing import Any
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 
-i32, u32 = types.int32, types.uint32
+i32, u32, u64 = types.int32, types.uint32, types.uint64
 
 
 @functools.cache
-def make_number_in(cluster: int) -> Any:
-    """number_in(turn): the number of this block's tile of rows in its turn.
+def make_place_in(cluster: int) -> Any:
+    """place_in(turn): this block's place in its turn; beyond all tiles of rows it is done.
 
-    `cluster` blocks, a power of two, take their turns together: their ranks follow their numbers.
+    `cluster` blocks, a power of two, take their turns together: their ranks follow their places.
     """
     bits = u32(cluster.bit_length() - 1)
 
     @device_function
-    def number_in(turn):
+    def place_in(turn):
         block = u32(cuda.blockIdx.x)
         own, all_of_them = block >> bits, u32(cuda.gridDim.x) >> bits
-        place = u32(all_of_them - u32(1) - own) if turn & 1 else own
-        together = u32(u32(turn) * all_of_them + place)
+        together = u32(u32(turn) * all_of_them + own)
         return u32((together << bits) + (block & u32(cluster - 1)))
 
-    return number_in
+    return place_in
 
 
 @functools.cache
-def make_rows_of(last_first: bool) -> Any:
-    """rows_of(number, row_tiles, units, together): (tile of rows, unit) of a number.
+def make_rows_at(arranged: bool) -> Any:
+    """rows_at(place, order, row_tiles): (tile of rows, unit) at a place.
 
-    A unit is a batch entry's heads whose rows are packed together. The numbers go through all rows
-    of `together` units (whose keys stay in L2), unit after unit in each tile of rows; with
-    `last_first` the last rows, which attend to most keys when causal, come first.
+    order : where the host's arrangement lies, if it has `arranged` the tiles
     """
 
     @device_function
-    def rows_of(number, row_tiles, units, together):
-        section = ptx.udiv(number, u32(together * row_tiles))
-        first_unit = u32(section * u32(together))
-        inside = u32(number - section * u32(together * row_tiles))
-        width = ptx.umin(u32(together), u32(u32(units) - first_unit))
-        rows = ptx.udiv(inside, width)
-        unit = i32(first_unit + inside - rows * width)
-        return i32(row_tiles - 1 - i32(rows)) if last_first else i32(rows), unit
+    def rows_at(place, order, row_tiles):
+        number = place
+        if arranged:
+            number = u32(ptx.load_global_s32(order + u64(place * u32(4))))
+        unit = ptx.udiv(number, u32(row_tiles))
+        return i32(number - unit * u32(row_tiles)), i32(unit)
 
-    return rows_of
+    return rows_at

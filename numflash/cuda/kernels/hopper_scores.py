@@ -12,7 +12,7 @@ from .score_functions import known, make_apply, make_tile_list
 from .scores import LN2, Mask, Place, Rows, ScoreOptions, load_slopes, make_adjust, make_hide
 
 i32, f32 = types.int32, types.float32
-OWN, MASK, SLOPES = 8, 5, 6  # pointers before those of the functions; places of two of them
+OWN, MASK, SLOPES = 9, 5, 6  # pointers before those of the functions; places of two of them
 WIDE = 128  # value channels from which on registers are short: fewer scores at a time
 
 
