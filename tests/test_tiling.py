@@ -339,3 +339,11 @@ def test_an_illegal_tiling_is_refused_with_its_rule(isa, changes, rule):
     ):
         pass
     assert not tiling.CHOSEN.get()
+
+
+def test_few_rows_of_a_band_take_smaller_tiles_of_hopper():
+    """Of 64 channels: 192 rows by 128 keys hide a third of a causal head's 1024 rows."""
+    rows = {
+        n: tiling.cuda_tiling("sm_90a", "float16", 64, 64, True, n).block_q for n in (0, 1024, 1025)
+    }
+    assert rows == {0: 192, 1024: 128, 1025: 192}

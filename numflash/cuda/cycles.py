@@ -22,6 +22,7 @@ from .compile import Key, compiled, sass
 QUARTERS = 4  # of a multiprocessor, each with a scheduler and a tensor core
 MUFU_CYCLES = 8
 WARP_ROWS = 16  # of a wgmma's 64
+MANY_ROWS = 1 << 20
 
 
 class Card(NamedTuple):
@@ -158,7 +159,7 @@ def kernels(arch: str) -> Iterator[Row]:
         tile = 2 * WARP_ROWS * d * block_k
         if hopper:
             for band, cluster in ((False, 1), (False, 2), (True, 1))[:: 2 if d < 128 else 1]:
-                t = cuda_tiling(arch, "float16", d, d, True, band)
+                t = cuda_tiling(arch, "float16", d, d, True, MANY_ROWS if band else 0)
                 pairs = {"overlap": True, "ping_pong": d <= 128, "band": band, "cluster": cluster}
                 kind = ", causal" if band else ", clusters" if cluster > 1 else ""
                 name = f"float16 forward, D={d}{kind}"

@@ -199,7 +199,7 @@ def explain_problem(
             from ..cuda.device import current_device
 
             isa = current_device().arch
-        from ..cuda.launch_float import scores_as_they_are
+        from ..cuda.launch_float import band_rows, scores_as_they_are
         from ..cuda.launch_int8 import choose
 
         if problem.precision == "int8":
@@ -212,7 +212,7 @@ def explain_problem(
             d,
             dv,
             scores_as_they_are(problem),
-            problem.left is not None or problem.right is not None,
+            band_rows(problem),
         )
     else:
         isa, tiling = on_this_cpu(problem, "portable" if impl == "portable" else None)

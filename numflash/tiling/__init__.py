@@ -23,6 +23,7 @@ from .choice import CHOSEN, chosen, chosen_float, in_use, using
 from .named import TILINGS
 from .sizes import (
     CACHES,
+    CUDA_FEW_ROWS,
     CUDA_HEAD_DIMS,
     CUDA_NARROW,
     CUDA_WIDE,
@@ -40,6 +41,7 @@ from .store import Store
 __all__ = [
     "CACHES",
     "CHOSEN",
+    "CUDA_FEW_ROWS",
     "CUDA_HEAD_DIMS",
     "CUDA_NARROW",
     "CUDA_WIDE",
@@ -115,19 +117,22 @@ def cuda_tiling(
     head_dim: int,
     value_dim: int | None = None,
     plain: bool = False,
-    band: bool = False,
+    band: int = 0,
 ) -> Tiling:
     """The tiling of the CUDA kernels.
 
     Architectures from sm_86 on use sm_80's; sm_90a has its own for 16-bit numbers and bytes, larger
-    ones for 16-bit problems that are `plain` (no option touches the scores) or have no `band`.
+    ones for 16-bit problems that are `plain` (no option touches the scores) or have no band.
+
+    band : rows of a head with a band, of heads that are packed together for all; 0 without one. Of
+        so few as `CUDA_FEW_ROWS` larger tiles would hide too many scores.
     """
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
     widest = max(head_dim, value_dim or 0)
     if widest > CUDA_WIDE:
         kind = "-wide"
-    elif plain and widest <= CUDA_NARROW:
-        kind = "-narrow"
+    elif widest <= CUDA_NARROW:
+        kind = "-narrow" if plain and not 0 < band <= CUDA_FEW_ROWS else ""
     else:
         kind = "-full" if plain and not band else ""
     return tiling(family, dtype + (kind if f"{family}-{dtype}{kind}" in TILINGS else ""))

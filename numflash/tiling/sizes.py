@@ -14,6 +14,7 @@ MAX_HEAD_DIM = 576  # of DeepSeek's latents: 512 channels and 64 of positions
 CUDA_HEAD_DIMS = (32, 64, 96, 128, 256)
 SWIZZLED_HEAD_DIMS = (64, 128, 256)
 CUDA_NARROW = 64
+CUDA_FEW_ROWS = 1024  # causal on an H200: 192 rows are slower up to here, equal at 2048 rows
 CUDA_WIDE = 128  # head sizes beyond have tilings of their own, named "-wide"
 # shared memory that one block may have (CUDA C++ guide, table of technical specifications: 1 KB of
 # each SM is the system's)
