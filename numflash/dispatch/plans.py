@@ -57,7 +57,7 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
     there: tuple[Any, ...] | None = ()
     if not _arrays_or_tensors(query, key, value):
         there = device_tensors.places(query, key, value)
-        if there is None:
+        if there is None or device_tensors.loses_grad(query, key, value):
             return None
     kinds = tuple(map(type, given))
     if given[WINDOW] is not None:

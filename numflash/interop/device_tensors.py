@@ -10,9 +10,11 @@ from ..errors import ArgumentError, ArgumentTypeError
 ALIGNMENT = 16  # bytes: nothing that a launch depends on is finer
 
 
-def loses_grad(x: Any, torch: Any) -> bool:
-    """Whether a result would silently lose the gradient that is asked for of x."""
-    return bool(x.requires_grad and torch.is_grad_enabled())
+def loses_grad(*tensors: Any) -> bool:
+    """Whether a result would silently lose the gradient that is asked for of one of them."""
+    if not sys.modules["torch"].is_grad_enabled():
+        return False
+    return any(x.requires_grad for x in tensors)
 
 
 def refuse_grad(name: str) -> ArgumentError:
@@ -23,9 +25,9 @@ def refuse_grad(name: str) -> ArgumentError:
     )
 
 
-def check(name: str, x: Any, torch: Any) -> None:
+def check(name: str, x: Any) -> None:
     """Raise for a tensor on a card whose memory alone does not say what it is."""
-    if loses_grad(x, torch):
+    if loses_grad(x):
         raise refuse_grad(name)
     if x.is_neg():
         raise ArgumentTypeError(
@@ -34,15 +36,13 @@ def check(name: str, x: Any, torch: Any) -> None:
 
 
 def places(*tensors: Any) -> tuple[Any, ...] | None:
-    """Strides, device and alignment of each; None unless all are plain tensors on a card, of which
-    no gradient is asked for.
-    """
+    """Strides, device and alignment of each; None unless all are plain tensors on a card."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
     found: list[Any] = []
     for x in tensors:
-        if type(x) is not torch.Tensor or not x.is_cuda or x.is_neg() or loses_grad(x, torch):
+        if type(x) is not torch.Tensor or not x.is_cuda or x.is_neg():
             return None
         found += x.stride(), x.get_device(), x.data_ptr() % ALIGNMENT
     return tuple(found)

@@ -40,6 +40,8 @@ OPTIONS = {
     "pv": "str?",
     "impl": "str",
 }
+TENSORS = [n for n, kind in enumerate(OPTIONS.values()) if kind == "Tensor?"]
+PRECISION = [*OPTIONS].index("precision")
 LARGEST = (1 << 63) - 1  # of the schema's integers
 
 
@@ -137,6 +139,11 @@ def _plain(x: Any, dtype: torch.dtype) -> bool:
     )
 
 
+def _hold_tensors(options: tuple[Any, ...]) -> bool:
+    """Whether one of the options is a tensor, whose numbers would have to be looked at."""
+    return any(isinstance(options[n], Tensor) for n in TENSORS)
+
+
 def _runner(
     query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
 ) -> tuple[Any, Any | None]:
@@ -153,7 +160,7 @@ def _runner(
         _plain(query, dtype) and _plain(key, dtype) and _plain(value, dtype)
     ):
         return None, None
-    if any(isinstance(x, Tensor) for x in options):
+    if _hold_tensors(options):
         return None, None
     try:
         call = dtype, query.shape, key.shape, value.shape, options, tuple(map(type, options))
@@ -167,7 +174,7 @@ def _runner(
 def _on_card(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
     """The key of equal calls on tensors on a card, and what computes them, as of `_runner`."""
     places = device_tensors.places(*tensors)
-    if places is None or any(isinstance(x, Tensor) for x in options):
+    if places is None or _hold_tensors(options):
         return None, None
     forms = tuple((x.shape, x.dtype) for x in tensors)
     call = name, forms, places, options, tuple(map(type, options))
@@ -196,11 +203,12 @@ def unobserved(*tensors: Tensor) -> bool:
 
     No gradient is asked for; no mode, transform, tracer, compiler, profiler or autocast is active.
     """
-    return not (
-        (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        or _is_traced()
-        or torch.is_autocast_enabled("cuda" if tensors[0].is_cuda else "cpu")
-    )
+    return not (device_tensors.loses_grad(*tensors) or _is_seen(tensors[0]))
+
+
+def _is_seen(query: Tensor) -> bool:
+    """Whether more than a gradient's node has to see the operator."""
+    return _is_traced() or torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu")
 
 
 def _is_traced() -> bool:
@@ -222,9 +230,14 @@ def without_operator(
     if torch.compiler.is_compiling():
         return None
     _, runner = _runner(query, key, value, options)
-    if runner is None or not unobserved(query, key, value):
+    if runner is None or _is_seen(query):
         return None
-    return _run(runner, query, key, value, with_lse)
+    if not device_tensors.loses_grad(query, key, value):
+        return _run(runner, query, key, value, with_lse)
+    if options[PRECISION] == "int8":  # which has no gradient
+        return None
+    out, lse = _Known.apply(runner, query, key, value, *options)
+    return out, lse
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -371,6 +384,22 @@ class _Attention(torch.autograd.Function):
         return found
 
     backward = staticmethod(_gradients)
+
+
+class _Known(torch.autograd.Function):
+    """The same for a call that was made before, whose runner comes first."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        query, key, value, *_ = inputs
+        found = _run(runner, query, key, value, True)
+        ctx.set_materialize_grads(False)
+        _save(ctx, inputs, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        return None, *_gradients(ctx, *grads)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -46,18 +46,19 @@ class Device:
     def __init__(self, after=lambda work: None):
         self.after, self.grids = after, []
 
-    def run(self, work, grid):
+    def run(self, work, blocks=0):
         kernel = compiled(work.factory, work.arch, "ptx", **work.constants)
-        self.grids.append(grid)
-        emulate(kernel, grid, None, list(work.args))
+        most = blocks or self.multiprocessors
+        self.grids.append(work.blocks(most))
+        emulate(kernel, self.grids[-1], None, work.arguments(most))
         self.after(work)
 
     def prepared(self, launches, use, blocks=0, **options):
         listed = [launches] if isinstance(launches, Launch) else launches
-        return use(lambda: [self.run(x, x.blocks(blocks or self.multiprocessors)) for x in listed])
+        return use(lambda: [self.run(x, blocks) for x in listed])
 
     def submit(self, work, stream):
-        self.run(work, work.blocks(self.multiprocessors))
+        self.run(work)
 
 
 class Card(Emulated):
@@ -90,7 +91,7 @@ def test_a_forward_check_passes_and_fails(monkeypatch):
     device = Device()
     row = rows_of(step, device, monkeypatch)
     assert row["passed"] and row["repeats_equal"] and row["on_the_card"]["equal_bits"]
-    assert device.grids == [(4, 1, 1)] * 5  # four tiles: EMULATED_BLOCKS are as many here
+    assert device.grids == [(n, 1, 1) for n in (6, 6, 6, 4, 6)]  # six tiles, then EMULATED_BLOCKS
 
     def race(work):
         if len(racing.grids) == 2:
@@ -116,8 +117,8 @@ def test_persistent_blocks_take_several_turns():
     tried = []
 
     class Counts(Device):
-        def run(self, work, grid):
-            tried.append(grid[0])
+        def run(self, work, blocks=0):
+            tried.append(work.blocks(blocks or self.multiprocessors)[0])
 
     attention.repeated(Counts(), work)
     assert tried == [8, 8, 8, 4]
@@ -228,7 +229,7 @@ class Recorded(Device):
         super().__init__()
         self.found = found
 
-    def run(self, work, grid):
+    def run(self, work, blocks=0):
         self.found.add(steps.key_of(work))
 
 

@@ -113,7 +113,7 @@ def seen(name: str, x: Any) -> Seen | None:
     if library is None:
         return None
     if library is PyTorch:
-        device_tensors.check(name, x, sys.modules["torch"])
+        device_tensors.check(name, x)
     address, form = library.look(x)
     return Seen(library, address or 16, form)
 
