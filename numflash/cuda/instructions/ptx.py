@@ -337,7 +337,7 @@ fence_async = op("fence.proxy.async.shared::cta;", memory=True)
 tensormap_acquire = op(
     "fence.proxy.tensormap::generic.acquire.gpu [<map>], 128;", memory=True, map=u64
 )
-tma_load_4d, tma_load_5d = _tma_load("xyzw"), _tma_load("xyzwu")
+tma_load_3d, tma_load_4d, tma_load_5d = (_tma_load(x) for x in ("xyz", "xyzw", "xyzwu"))
 # clusters of blocks (9.7.13.4, 9.7.9.23): a copy into the same place of each of the `blocks` (a bit
 # for every rank), an arrival by the first lanes of a warp, each at the mbarrier of one block
 cluster_rank = op("mov.u32 <r>, %cluster_ctarank;", u32, pure=True)
