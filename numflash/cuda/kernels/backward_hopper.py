@@ -109,15 +109,21 @@ def backward_hopper(
 
     @device_function
     def begin(work, n, own, ring):
-        """Waits for the ring's tile n and issues its S and dP, a group each."""
+        """Waits for the ring's tile n and issues its S, then its dP once earlier products are done:
+        the registers of dP hold the packed dS of the tile before, whose stage is then empty.
+        """
         stage, turn = stage_of(n), u32(n) // u32(stages)
         at = ring.tiles + stage * u32(2 * other)
         ptx.mbarrier_wait(ring.full + stage * u32(8), turn & u32(1))
         fence_s(work.s, 0)
-        fence_s(work.g, 0)
         ptx.wgmma_fence()
         issue_scores(work.s, own.a, descriptor(DESCRIPTOR, at))
         ptx.wgmma_commit()
+        wait_one()
+        if n > 0:
+            ptx.mbarrier_arrive(ring.empty + stage_of(n - 1) * u32(8))
+        fence_s(work.g, 0)
+        ptx.wgmma_fence()
         issue_scores(work.g, own.b, descriptor(DESCRIPTOR, at + u32(other)))
         ptx.wgmma_commit()
 
@@ -143,19 +149,21 @@ def backward_hopper(
             begin(work, n, own, ring)
             wait_one()
             fence_s(work.s, 0)
-            if n > 0:
-                ptx.mbarrier_arrive(ring.empty + stage_of(n - 1) * u32(8))
             weigh(work.s, work.p, start, pairs, rows, block, call.factors[0])
             if of_keys:
                 add(work.sum_b, work.p, at + u32(other))
                 wait_one()
             else:
+                # a store of something of each that the wait cannot pass: without it ptxas moves the
+                # wait ahead of the exponentials
+                mixed = u32(0)
+                for i in range(n_s):
+                    mixed ^= ptx.bits(work.s[i])
+                ptx.store_shared_u16(rows.last, mixed)
                 wait_none()
             fence_s(work.g, 0)
             grade(work.g, work.s, work.ds, start, pairs, rows, block)
             add(work.sum_a, work.ds, at)
-            if of_keys:
-                wait_one()
 
         @device_function
         def run(first, end, n, work, own, rows, block, ring, call):
@@ -240,6 +248,7 @@ def backward_hopper(
                 cuda.local.array(2, f32),
                 cuda.local.array(2, f32),
                 ring.pairs + u32((lane & 3) * 16),
+                ring.last + u32((thread - 128) * 2),
             )
             find_statistics(rows, block, call)
             for i in range(n_a):

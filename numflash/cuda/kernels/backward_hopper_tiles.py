@@ -72,6 +72,7 @@ class Ring(NamedTuple):
     landed: Any  # of a tile that the bringing warp changes before it is full
     full: Any  # 8 bytes per stage
     empty: Any
+    last: Any  # two bytes for each thread that computes
 
 
 def make_ring(layout: Layout) -> tuple[Any, Any]:
@@ -90,6 +91,7 @@ def make_ring(layout: Layout) -> tuple[Any, Any]:
             base + u32(8),
             base + u32(16),
             base + u32(16 + 8 * stages),
+            base + u32(512),
         )
 
     @device_function

@@ -20,6 +20,7 @@ class Rows(NamedTuple):
     lse: Any  # local arrays of two, where queries own
     delta: Any
     pairs: Any  # shared address of the ring's statistics, where keys own
+    last: Any  # and of two bytes of its own
 
 
 def make_find_statistics(of_keys: bool) -> Any:
