@@ -13,7 +13,6 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..interop.arrays import convert
-from ..tiling import Tiling, gradient_tiling
 from ..validation import LARGEST_LSE, Problem
 from .compile import ARCHITECTURES
 from .device import current_device
@@ -38,7 +37,8 @@ from .kernels.backward import flash_backward
 from .kernels.backward_float32 import backward_float32
 from .kernels.backward_rows import ROWS, backward_rows
 from .kernels.flash_float32 import WARPS
-from .launch_backward_hopper import hopper_passes, takes
+from .launch_backward_hopper import ShapeOf, hopper_passes, takes
+from .launch_backward_hopper import shape_of as hopper_shape
 
 BLOCK = 128  # rows of statistics come in whole blocks, of the largest pass
 # rows that a block owns and columns per tile, the best first: what fits into shared memory is taken
@@ -304,7 +304,7 @@ def float_backward(
     arch: str,
     results: Arrays | None = None,
     older: bool = False,
-    tiling: Callable[[str, str, int], Tiling] = gradient_tiling,
+    shape: ShapeOf = hopper_shape,
 ) -> Backward:
     """The launches for a float16 or bfloat16 problem.
 
@@ -316,7 +316,7 @@ def float_backward(
     results : dq, dk, dv and statistics (`statistics_shape`); they say that all arrays lie on the
         card
     older : the kernels of all cards, on sm_90a too
-    tiling : of sm_90a's own kernel, for a pass, a precision and a head size
+    shape : of sm_90a's own kernel, for a pass, a precision and a head size
 
     Raises
     ------
@@ -356,7 +356,7 @@ def float_backward(
     ]
     made = dq, dk, dv_out, stats
     if not older and takes(problem, arch, q, k, v, do):
-        launches += hopper_passes(problem, (q, k, v, do), made, launch, tiling)
+        launches += hopper_passes(problem, (q, k, v, do), made, launch, shape)
     else:
         given = stored, kind, strides_of(mask, results)
         launches += _warp_passes(problem, arch, (q, k, v, do), made, given, launch)

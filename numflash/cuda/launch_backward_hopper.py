@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tiling import CUDA_NARROW, CUDA_WIDE, Tiling, gradient_tiling
+from ..tiling import CUDA_NARROW, CUDA_WIDE, gradient_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
 from .device.operands import (
@@ -23,6 +23,7 @@ from .kernels.backward_hopper import backward_hopper
 from .kernels.backward_hopper_tiles import PANEL, ROWS
 
 Arrays = tuple[np.ndarray, ...]
+ShapeOf = Callable[[str, str, int], dict[str, int]]
 
 
 def takes(problem: Problem, arch: str, *operands: np.ndarray) -> bool:
@@ -35,10 +36,16 @@ def takes(problem: Problem, arch: str, *operands: np.ndarray) -> bool:
     changed = (problem.mask, problem.bias, problem.alibi_slopes, problem.functions)
     if arch != "sm_90a" or problem.softcap or any(x is not None for x in changed):
         return False
-    if 0 in problem.shape:
-        return False
     narrow = d <= CUDA_NARROW
-    return max(d, dv) <= CUDA_WIDE and narrow == (dv <= CUDA_NARROW) and mappable(*operands)
+    alike = narrow == (dv <= CUDA_NARROW)
+    return 0 not in problem.shape and max(d, dv) <= CUDA_WIDE and alike and mappable(*operands)
+
+
+def shape_of(gradients: str, dtype: str, d: int) -> dict[str, int]:
+    """Padded head size, columns and stages of a pass, "kv" or "q": its tiling as constants."""
+    t = gradient_tiling(gradients, dtype, d)
+    columns = t.block_q if gradients == "kv" else t.key_block
+    return {"d": smallest(d, t.head_dims), "columns": columns, "stages": t.stages}
 
 
 def hopper_passes(
@@ -46,7 +53,7 @@ def hopper_passes(
     operands: Arrays,
     results: Arrays,
     launch: Callable[..., Launch],
-    tiling: Callable[[str, str, int], Tiling] = gradient_tiling,
+    shape_of: ShapeOf = shape_of,
 ) -> list[Launch]:
     """The launches of both passes.
 
@@ -54,46 +61,33 @@ def hopper_passes(
     ----------
     operands : q, k, v, dO;  results : dq, dk, dv and the statistics
     launch : (factory, constants, grid, arguments, arrays that are written) -> Launch
-    tiling : (pass, precision, head size) -> its tiling
+    shape_of : (pass, precision, head size) -> its shape
     """
     nb, nh, nkv, length, s, d, _ = problem.shape
     q, k, v, do = operands
     dq, dk, dv, stats = results
     has_band, left, right = band(problem)
-    places, factors = key_places(problem, s), (problem.scale * LOG2E, problem.scale)
-    common = {
-        "dtype": problem.precision,
-        "group": nh // nkv,
-        "band": has_band,
-        **folding(nb),
-    }
+    places = key_places(problem, s)
+    factors = np.float32(problem.scale * LOG2E), np.float32(problem.scale)
+    common = {"dtype": problem.precision, "group": nh // nkv, "band": has_band, **folding(nb)}
     found = []
     for which, own, other, sums, heads in (
         ("kv", (k, v), (q, do), (dk, dv), nkv),
         ("q", (q, do), (k, v), (dq, dq), nh),
     ):
-        t = tiling(which, problem.precision, d)
-        columns = t.block_q if which == "kv" else t.key_block
-        shape = {"d": smallest(d, t.head_dims), "columns": columns, "stages": t.stages}
+        shape = shape_of(which, problem.precision, d)
+        columns = shape["columns"]
         maps = [
             *(TensorMap(x, (1, 1, ROWS, PANEL)) for x in own),
             *(TensorMap(x, (1, 1, columns, PANEL)) for x in other),
             TensorMap(stats, (1, 1, 2 * columns), swizzle=0),
         ]
-        rows, columns_there = own[0].shape[2], other[0].shape[2]
+        rows, others, widths = own[0].shape[2], other[0].shape[2], (q.shape[-1], v.shape[-1])
         args = (
             (maps, *sums, stats, *places),
             tuple(int(n) for x in sums for n in x.strides[:3]),
-            (
-                rows,
-                columns_there,
-                *(x.shape[-1] * 2 for x in (q, v)),
-                nh,
-                left,
-                right,
-                stats.shape[2] // 2,
-            ),
-            tuple(np.float32(x) for x in factors),
+            (rows, others, *(2 * n for n in widths), nh, left, right, stats.shape[2] // 2),
+            factors,
         )
         constants: dict[str, Any] = {"gradients": which, **shape, **common}
         grid = (-(-rows // ROWS), heads, nb)
