@@ -42,10 +42,17 @@ def takes(problem: Problem, arch: str, *operands: np.ndarray) -> bool:
 
 
 def shape_of(gradients: str, dtype: str, d: int) -> dict[str, int]:
-    """Padded head size, columns and stages of a pass, "kv" or "q": its tiling as constants."""
+    """Constants of a pass, "kv" or "q": its tiling, and whether the own rows fit into registers beside
+    its sums.
+    """
     t = gradient_tiling(gradients, dtype, d)
-    columns = t.block_q if gradients == "kv" else t.key_block
-    return {"d": smallest(d, t.head_dims), "columns": columns, "stages": t.stages}
+    columns, held = t.block_q if gradients == "kv" else t.key_block, gradients == "q"
+    return {
+        "d": smallest(d, t.head_dims),
+        "columns": columns,
+        "stages": t.stages,
+        "held": held or d <= CUDA_NARROW,
+    }
 
 
 def hopper_passes(

@@ -235,8 +235,8 @@ TILINGS = {
                 _hopper(dtype, key_block=128, kind="-narrow", block_q=192),
                 _hopper(dtype, key_block=176, kind="-full"),
                 _hopper_gradient(dtype, True, columns=64, stages=4, kind=""),
-                _hopper_gradient(dtype, False, columns=80, stages=4, kind=""),
-                _hopper_gradient(dtype, True, columns=96, stages=4, kind="-narrow"),
+                _hopper_gradient(dtype, False, columns=64, stages=4, kind=""),
+                _hopper_gradient(dtype, True, columns=80, stages=4, kind="-narrow"),
                 _hopper_gradient(dtype, False, columns=128, stages=4, kind="-narrow"),
             )
         ),

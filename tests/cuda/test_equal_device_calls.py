@@ -119,7 +119,8 @@ for dtype in (half, single):
     compare("gradients " + dtype, gradient, sets)
 def plain_gradient(x):
     return numflash.attention_backward(*x[:6], key_lengths=lengths)
-compare("gradients by tensor maps", plain_gradient, [(*(T(*q, dtype=half) for _ in range(5)), T(*q[:3], dtype=single)) for _ in range(2)])
+sets = [(*(T(*q, dtype=half) for _ in range(5)), T(*q[:3], dtype=single)) for _ in range(2)]
+compare("gradients by tensor maps", plain_gradient, sets)
 """
 
 

@@ -29,9 +29,10 @@ from .hopper import (
     THREADS,
     ahead,
     descriptor,
+    make_issue_held,
     make_issue_scores,
 )
-from .pieces import Call
+from .pieces import Call, make_read
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
@@ -58,7 +59,7 @@ class Work(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Descriptors of a warpgroup's own rows."""
+    """A warpgroup's own rows: descriptors, or local arrays of 4 words for each 16 columns."""
 
     a: Any
     b: Any
@@ -69,6 +70,7 @@ def backward_hopper(
     d: int,
     columns: int,
     stages: int,
+    held: bool = False,
     dtype: str = "float16",
     group: int = 1,
     band: bool = False,
@@ -80,6 +82,7 @@ def backward_hopper(
     ----------
     gradients : "q" (the pass that owns queries) or "kv" (the pass that owns keys)
     columns : rows of the other side per tile, a multiple of 16;  stages : tiles of the ring
+    held : the own rows are held in registers, not read from shared memory for every tile
     group : query heads per key head; the keys' pass processes them in order
     band : a causal or windowed problem; tiles outside are skipped
     """
@@ -93,11 +96,15 @@ def backward_hopper(
     edges = band or not of_keys
     # c and e are read column by column for the sums: the leading stride spans a panel
     turned = DESCRIPTOR | (panel >> 4 << 16)
-    by_rows, by_columns = ptx.wgmma(columns, dtype, False), ptx.wgmma(d, dtype, True)
-    issue_scores = make_issue_scores(by_rows, d // 16, own_panel, panel)
+    by_rows, by_columns = ptx.wgmma(columns, dtype, held, False), ptx.wgmma(d, dtype, True)
+    if held:
+        issue_scores = make_issue_held(by_rows, d // 16, panel)
+    else:
+        issue_scores = make_issue_scores(by_rows, d // 16, own_panel, panel)
     fence_s, fence_sum = ptx.register_fence(n_s), ptx.register_fence(n_a)
     find_rows = make_find_rows(ROWS, of_keys, band, folded)
     find_columns = make_find_columns(ROWS, columns, of_keys, band)
+    n_own, read = d // 4, make_read(PANEL_BYTES)
     find_statistics = make_find_statistics(of_keys)
     (ring_at, prepare), bring = make_ring(layout), make_bring(layout, group)
     write_sums, more_registers = make_write_sums(d, dtype), MORE[CONSUMERS]
@@ -106,6 +113,26 @@ def backward_hopper(
     @device_function
     def stage_of(n):
         return u32(n) % u32(stages)
+
+    @device_function
+    def describe(ring, warpgroup, warp, lane):
+        rows_at = u32((warpgroup - 1) * 64 * PANEL_BYTES)
+        return Own(
+            descriptor(DESCRIPTOR, ring.a + rows_at), descriptor(DESCRIPTOR, ring.b + rows_at)
+        )
+
+    @device_function
+    def load(ring, warpgroup, warp, lane):
+        a, b = cuda.local.array(n_own, u32), cuda.local.array(n_own, u32)
+        row = i32((warpgroup - 1) * 64 + warp * 16 + (lane & 15))
+        at, chunk = u32(row * PANEL_BYTES), u32((lane >> 4) ^ (row & 7))
+        for step in range(n_own // 4):
+            panel_at = (step >> 2) * own_panel
+            read(a, 4 * step, ring.a + at, chunk, 2 * (step & 3), panel_at)
+            read(b, 4 * step, ring.b + at, chunk, 2 * (step & 3), panel_at)
+        return Own(a, b)
+
+    take = load if held else describe
 
     @device_function
     def begin(work, n, own, ring):
@@ -236,10 +263,6 @@ def backward_hopper(
                 cuda.local.array(n_a, f32),
                 cuda.local.array(n_b, f32),
             )
-            rows_at = u32((warpgroup - 1) * 64 * PANEL_BYTES)
-            own = Own(
-                descriptor(DESCRIPTOR, ring.a + rows_at), descriptor(DESCRIPTOR, ring.b + rows_at)
-            )
             lane, warp = thread & 31, (thread >> 5) & 3
             row = i32(first + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2))
             rows = Rows(
@@ -257,6 +280,7 @@ def backward_hopper(
                 work.sum_b[i] = f32(0)
             if tile < tiles:
                 ptx.mbarrier_wait(ring.full_own, u32(0))
+                own = take(ring, warpgroup, warp, lane)
                 fence_sum(work.sum_a, 0)
                 if of_keys:
                     fence_sum(work.sum_b, 0)

@@ -16,24 +16,28 @@ TIMED = (2, 16, 16, 8192, 8192)
 
 
 class Variant(NamedTuple):
-    """Columns per tile and stages of a pass, for head size d; the other pass is as it ships."""
+    """Columns per tile, stages, and whether own rows are in registers, of a pass for head size d; the
+    other pass is as it ships.
+    """
 
     d: int
     gradients: str
     columns: int
     stages: int
+    held: bool
 
     @property
     def name(self) -> str:
         """As the rows call it."""
-        return f"d{self.gradients.upper()}: {self.columns} columns, {self.stages} stages"
+        where = "registers" if self.held else "shared memory"
+        return f"d{self.gradients.upper()}: {self.columns} columns, {self.stages} stages, own rows in {where}"
 
     def shape(self, gradients: str, dtype: str, d: int) -> dict[str, int]:
-        """Of a pass."""
+        """Constants of a pass."""
         shipped = shape_of(gradients, dtype, d)
         if gradients != self.gradients:
             return shipped
-        return shipped | {"columns": self.columns, "stages": self.stages}
+        return shipped | {"columns": self.columns, "stages": self.stages, "held": self.held}
 
     def plan(self, arch: str) -> functools.partial[Backward]:
         """(problem, gradient, output, LSE) -> the launches."""
@@ -41,10 +45,18 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (
-    *(Variant(128, "kv", *shape) for shape in ((64, 2), (48, 4))),
-    *(Variant(128, "q", *shape) for shape in ((64, 4), (96, 3), (128, 2))),
-    *(Variant(64, "kv", *shape) for shape in ((64, 4), (112, 4))),
-    *(Variant(64, "q", *shape) for shape in ((96, 4), (128, 2))),
+    Variant(128, "kv", 64, 2, False),
+    Variant(128, "kv", 48, 4, False),
+    Variant(128, "q", 64, 4, False),
+    Variant(128, "q", 80, 4, False),
+    Variant(128, "q", 96, 3, False),
+    Variant(128, "q", 128, 2, False),
+    Variant(64, "kv", 96, 4, False),
+    Variant(64, "kv", 112, 4, False),
+    Variant(64, "kv", 64, 4, True),
+    Variant(64, "q", 128, 4, False),
+    Variant(64, "q", 96, 4, True),
+    Variant(64, "q", 64, 4, True),
 )
 
 
