@@ -183,10 +183,12 @@ def test_caches_fall_back_on_the_table(monkeypatch):
 def test_shared_memory_of_the_cuda_kernels(arch, d):
     """The tilings' sums are what the kernels ask for, and fit a block of every architecture."""
     pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    from numflash.cuda.kernels.backward_hopper import backward_hopper
     from numflash.cuda.kernels.flash_float import flash_float
     from numflash.cuda.kernels.flash_hopper import flash_hopper
     from numflash.cuda.kernels.flash_int8 import flash_int8
     from numflash.cuda.kernels.flash_int8_hopper import flash_int8_hopper
+    from numflash.cuda.launch_backward_hopper import shape_of
 
     turing = arch == "sm_75"
     found = {}
@@ -217,6 +219,11 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
         found[t.name] = made.shared_bytes, sum(t.working_set(d).values())
         assert made.shared_bytes <= tiling.SHARED_MEMORY[arch]
         assert "of the shared memory of a block" in t.explain(d, caches=t.caches(arch))
+    for gradients in ("kv", "q") if arch == "sm_90a" and d <= 128 else ():
+        t = tiling.gradient_tiling(gradients, "bfloat16", d)
+        made = backward_hopper(gradients, **shape_of(gradients, "bfloat16", d))
+        found[t.name] = made.shared_bytes, sum(t.working_set(d).values())
+        assert made.shared_bytes <= tiling.SHARED_MEMORY[arch]
     assert all(kernel == table for kernel, table in found.values()), found
 
 

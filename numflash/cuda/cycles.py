@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..tiling import KEY_BLOCK, cuda_tiling
-from . import launch_backward
+from . import launch_backward, launch_backward_hopper
 from .compile import Key, compiled, sass
 
 QUARTERS = 4  # of a multiprocessor, each with a scheduler and a tensor core
@@ -143,6 +143,7 @@ def kernels(arch: str) -> Iterator[Row]:
     Decoding is left out: the memory limits it.
     """
     from .kernels.backward import flash_backward
+    from .kernels.backward_hopper import backward_hopper
     from .kernels.flash_float import flash_float
     from .kernels.flash_hopper import flash_hopper
     from .kernels.flash_int8 import flash_int8
@@ -179,9 +180,14 @@ def kernels(arch: str) -> Iterator[Row]:
             yield row(f"INT8 forward, D={d}", flash_int8, tile, **size, block_q=64, halves=halves)
     for d in (64, 128):
         for gradients in launch_backward.passes(d, d):
-            shape = launch_backward.shape_of(gradients, d, d, arch)
             name = f"float16 backward, d{' and d'.join(gradients.upper())}, D={d}"
-            yield row(name, flash_backward, gradients=gradients, d=d, dv=d, turing=False, **shape)
+            if hopper:
+                shape = launch_backward_hopper.shape_of(gradients, "float16", d)
+                tile = (2 + len(gradients)) * WARP_ROWS * d * shape["columns"]
+                yield row(name, backward_hopper, tile, gradients=gradients, **shape)
+            else:
+                size = {"d": d, "dv": d, **launch_backward.shape_of(gradients, d, d, arch)}
+                yield row(name, flash_backward, gradients=gradients, turing=False, **size)
 
 
 def line(name: str, arch: str, found: Cycles) -> str:

@@ -5,6 +5,7 @@ of query, key and value.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +37,10 @@ from .kernels.backward import flash_backward
 from .kernels.backward_float32 import backward_float32
 from .kernels.backward_rows import ROWS, backward_rows
 from .kernels.flash_float32 import WARPS
+from .launch_backward_hopper import ShapeOf, hopper_passes, takes
+from .launch_backward_hopper import shape_of as hopper_shape
 
-BLOCK = 64  # rows of statistics come in whole blocks, of the largest pass
+BLOCK = 128  # rows of statistics come in whole blocks, of the largest pass
 # rows that a block owns and columns per tile, the best first: what fits into shared memory is taken
 SHAPES = ((64, 64), (64, 32), (64, 16), (32, 32), (32, 16))
 Arrays = tuple[np.ndarray, ...]
@@ -154,10 +157,10 @@ def _operands(
     )
 
 
-def statistics_shape(problem: Problem) -> tuple[int, int, int, int]:
-    """Of the float32 array in which each row's LSE and D wait for the passes."""
+def statistics_shape(problem: Problem) -> tuple[int, int, int]:
+    """Of the float32 array in which each row's LSE and D wait for the passes, pair after pair."""
     nb, nh, _, length, *_ = problem.shape
-    return nb, nh, -(-length // BLOCK) * BLOCK, 2
+    return nb, nh, -(-length // BLOCK) * BLOCK * 2
 
 
 def plan(
@@ -231,6 +234,68 @@ def float32_backward(
     return Backward(tuple(x for x in launches if 0 not in x.grid), (dq, dk, dv_out))
 
 
+def _strides(*arrays: np.ndarray) -> tuple[int, ...]:
+    """Bytes from batch entry to batch entry, head to head and row to row, of each array."""
+    return tuple(int(n) for x in arrays for n in x.strides[:3])
+
+
+def _warp_passes(
+    problem: Problem,
+    arch: str,
+    operands: Arrays,
+    results: Arrays,
+    mask: tuple[np.ndarray, str, tuple[int, ...]],
+    launch: Callable[..., Launch],
+) -> list[Launch]:
+    """The launches of `kernels.backward`.
+
+    operands : q, k, v, dO;  results : dq, dk, dv and the statistics
+    mask : its memory, kind and strides
+    launch : (factory, constants, grid, arguments, arrays that are written) -> Launch
+    """
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    q, k, v, do = operands
+    dq, dk, dv_out, stats = results
+    wide, dv_wide, rows = padded(d), padded(dv), stats.shape[2] // 2
+    has_band, left, right = band(problem)
+    places, slopes = key_places(problem, s), slopes_of(problem)
+    cap = problem.softcap
+    stored, kind, mask_strides = mask
+    common = {
+        "d": wide,
+        "dv": dv_wide,
+        "dtype": problem.precision,
+        "group": nh // nkv,
+        "band": has_band,
+        "mask": kind,
+        "softcap": bool(problem.softcap),
+        "alibi": problem.alibi_slopes is not None,
+        "turing": arch == "sm_75",
+        **folding(nb),
+    }
+    factors = tuple(
+        np.float32(x)
+        for x in (problem.scale * LOG2E, problem.scale, cap * LOG2E, 2 / cap if cap else 0.0)
+    )
+    found = []
+    for which in passes(wide, dv_wide):
+        shape = shape_of(which, wide, dv_wide, arch, bool(kind))
+        own, other, sums = (
+            ((q, do), (k, v), (dq, dq)) if which == "q" else ((k, v), (q, do), (dk, dv_out))
+        )
+        count, others, heads = (length, s, nh) if which == "q" else (s, length, nkv)
+        args = (
+            (*own, *other, *sums, stats, *places, stored, slopes),
+            (*_strides(*own, *other, *sums), *mask_strides),
+            (count, others, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right, rows),
+            factors,
+        )
+        grid = (-(-count // shape["rows"]), heads, nb)
+        constants = {"gradients": which, **shape, **common}
+        found.append(launch(flash_backward, constants, grid, args, sums))
+    return found
+
+
 def float_backward(
     problem: Problem,
     grad: np.ndarray,
@@ -238,6 +303,8 @@ def float_backward(
     lse: np.ndarray,
     arch: str,
     results: Arrays | None = None,
+    older: bool = False,
+    shape: ShapeOf = hopper_shape,
 ) -> Backward:
     """The launches for a float16 or bfloat16 problem.
 
@@ -248,6 +315,8 @@ def float_backward(
         pass gave them
     results : dq, dk, dv and statistics (`statistics_shape`); they say that all arrays lie on the
         card
+    older : the kernels of all cards, on sm_90a too
+    shape : of sm_90a's own kernel, for a pass, a precision and a head size
 
     Raises
     ------
@@ -255,22 +324,17 @@ def float_backward(
         A head size without a kernel, bfloat16 on sm_75; arrays on the card that cannot be read as
         they lie.
     """
-    nb, nh, nkv, length, s, d, dv = problem.shape
+    nb, nh, _, length, _, d, dv = problem.shape
     if problem.precision == "bfloat16" and arch == "sm_75":
         raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
-    wide = padded(d)
-    dv_wide = padded(dv)
+    padded(d)  # refuses what has no kernel
     problem, (q, k, v, do, o, lse), (dq, dk, dv_out, stats) = _operands(
         problem, grad, out, lse, results
     )
-    has_band, left, right = band(problem)
     mask, kind = one_mask(problem)
     stored = storage(mask, results)
     here = resident_ids(results, q, k, v, do, o, lse, dq, dk, dv_out, stats, stored)
-    rows = stats.shape[2]
-
-    def strides(*arrays: np.ndarray) -> tuple[int, ...]:
-        return tuple(int(n) for x in arrays for n in x.strides[:3])
+    rows = stats.shape[2] // 2
 
     def launch(
         factory: Any,
@@ -284,46 +348,18 @@ def float_backward(
     launches = [
         launch(
             backward_rows,
-            {"dv": dv_wide, "dtype": problem.precision, **folding(nb)},
+            {"dv": padded(dv), "dtype": problem.precision, **folding(nb)},
             (rows // ROWS, nh, nb),
-            ((do, o, lse, stats), strides(do, o), (length, v.shape[-1] * 2, nh, rows)),
+            ((do, o, lse, stats), _strides(do, o), (length, v.shape[-1] * 2, nh, rows)),
             (),  # the statistics stay there
         )
     ]
-    places, slopes = key_places(problem, s), slopes_of(problem)
-    mask_strides = strides_of(mask, results)
-    common = {
-        "d": wide,
-        "dv": dv_wide,
-        "dtype": problem.precision,
-        "group": nh // nkv,
-        "band": has_band,
-        "mask": kind,
-        "softcap": bool(problem.softcap),
-        "alibi": problem.alibi_slopes is not None,
-        "turing": arch == "sm_75",
-        **folding(nb),
-    }
-    cap = problem.softcap
-    factors = tuple(
-        np.float32(x)
-        for x in (problem.scale * LOG2E, problem.scale, cap * LOG2E, 2 / cap if cap else 0.0)
-    )
-    for which in passes(wide, dv_wide):
-        shape = shape_of(which, wide, dv_wide, arch, mask is not None)
-        own, other, sums = (
-            ((q, do), (k, v), (dq, dq)) if which == "q" else ((k, v), (q, do), (dk, dv_out))
-        )
-        count, others, heads = (length, s, nh) if which == "q" else (s, length, nkv)
-        args = (
-            (*own, *other, *sums, stats, *places, stored, slopes),
-            (*strides(*own, *other, *sums), *mask_strides),
-            (count, others, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right, rows),
-            factors,
-        )
-        grid = (-(-count // shape["rows"]), heads, nb)
-        constants = {"gradients": which, **shape, **common}
-        launches.append(launch(flash_backward, constants, grid, args, sums))
+    made = dq, dk, dv_out, stats
+    if not older and takes(problem, arch, q, k, v, do):
+        launches += hopper_passes(problem, (q, k, v, do), made, launch, shape)
+    else:
+        given = stored, kind, strides_of(mask, results)
+        launches += _warp_passes(problem, arch, (q, k, v, do), made, given, launch)
     launches = [x for x in launches if 0 not in x.grid]
     return Backward(tuple(launches), (dq[..., :d], dk[..., :d], dv_out[..., :dv]))
 

@@ -57,6 +57,7 @@ __all__ = [
     "chosen",
     "chosen_float",
     "cuda_tiling",
+    "gradient_tiling",
     "in_use",
     "padded",
     "split_count",
@@ -136,3 +137,8 @@ def cuda_tiling(
     else:
         kind = "-full" if plain and not band else ""
     return tiling(family, dtype + (kind if f"{family}-{dtype}{kind}" in TILINGS else ""))
+
+
+def gradient_tiling(gradients: str, dtype: str, head_dim: int) -> Tiling:
+    """The tiling of a pass of sm_90a's gradient kernel: "q", or "kv", for head sizes up to 128."""
+    return tiling("sm_90a", f"{dtype}-{gradients}{'-narrow' if head_dim <= CUDA_NARROW else ''}")

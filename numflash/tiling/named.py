@@ -115,6 +115,29 @@ def _hopper(dtype: str, key_block: int, kind: str = "", block_q: int = 128) -> T
     )  # fmt: skip
 
 
+def _hopper_gradient(dtype: str, of_keys: bool, columns: int, stages: int, kind: str) -> Tiling:
+    """A pass over gradients: two warpgroups own 64 rows each of one side, whose tiles stay, and tiles
+    of `columns` rows of the other side go through a ring by TMA.
+
+    Equal head sizes, multiples of 64. Of the keys' pass the register tile of scores is on its side.
+    """
+    own, other = ("key_block", "block_q") if of_keys else ("block_q", "key_block")
+    names = ("K", "V", "Q", "dO") if of_keys else ("Q", "dO", "K", "V")
+    statistics = (Buffer("LSE and D", other, 2, "float32", stages),) if of_keys else ()
+    buffers = (
+        *(Buffer(f"{name} tile", own, "d", dtype) for name in names[:2]),
+        *(Buffer(f"{name} tile", other, "d", dtype, stages) for name in names[2:]),
+        *statistics,
+        Buffer("barriers, alignment", 1, 2048, "int8"),
+    )
+    sizes = (columns, 128, columns, 64) if of_keys else (128, columns, 64, columns)
+    block_q, key_block, mr, wide = sizes
+    return _cuda(
+        "sm_90a", dtype, buffers, kind=f"-{'kv' if of_keys else 'q'}{kind}", mr=mr, nv=wide // 8,
+        block_q=block_q, key_block=key_block, head_dims=(64, 128),
+    )  # fmt: skip
+
+
 def _cuda_int8(arch: str, buffers: tuple[Buffer, ...], kind: str = "", halves: int = 1) -> Tiling:
     """A warp owns 16 rows.
 
@@ -211,6 +234,10 @@ TILINGS = {
                 _hopper(dtype, key_block=64, kind="-wide"),
                 _hopper(dtype, key_block=128, kind="-narrow", block_q=192),
                 _hopper(dtype, key_block=176, kind="-full"),
+                _hopper_gradient(dtype, True, columns=64, stages=4, kind=""),
+                _hopper_gradient(dtype, False, columns=64, stages=4, kind=""),
+                _hopper_gradient(dtype, True, columns=80, stages=4, kind="-narrow"),
+                _hopper_gradient(dtype, False, columns=128, stages=4, kind="-narrow"),
             )
         ),
         _cuda_int8("sm_75", (Buffer("K, then V", *_WIDEST),)),

@@ -108,6 +108,11 @@ class Tiling:
         """Vector registers that hold the accumulators of one register tile."""
         return self.mr * self.nv
 
+    @property
+    def stages(self) -> int:
+        """Tiles of a ring in shared memory."""
+        return max(b.copies for b in self.buffers)
+
     def sizes(self, head_dim: int, value_dim: int | None = None) -> dict[str, int]:
         """What a buffer's rows and columns may be named by."""
         d = head_dim

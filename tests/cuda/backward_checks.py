@@ -8,6 +8,7 @@ from numflash import validation
 from numflash.cuda import launch_backward
 from numflash.validation.options import Options
 
+POISON = 7  # what a launch leaves out stays
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 PLAIN = {
     "window": None,
@@ -95,8 +96,11 @@ def case(b=1, h=1, l=40, s=50, d=64, dv=None, hkv=None, dtype="float16", seed=0)
     return q, k, v, oracles.draw((b, h, l, dv or d), seed + 3).astype(DTYPES[dtype])
 
 
-def solve(q, k, v, do, out, lse, arch="sm_80", emulator=None, **options):
-    """Gradients as arrays of the operands' dtype, and the reports."""
+def solve(q, k, v, do, out, lse, arch="sm_80", emulator=None, in_place=False, **options):
+    """Gradients as arrays of the operands' dtype, and the reports.
+
+    `in_place` : operands are taken as they are, as arrays on a card
+    """
     kind = q.dtype
     given = {**PLAIN, **options}
     mask, causal, scale = (
@@ -109,9 +113,12 @@ def solve(q, k, v, do, out, lse, arch="sm_80", emulator=None, **options):
         Options(mask, 0.0, causal, scale, True, precision=kind.name, return_lse=True, **given),
     )
     bits = np.uint16 if kind.name == "bfloat16" else np.float16
-    work = launch_backward.float_backward(
-        problem, do.view(bits), out.astype(kind).view(bits), lse.astype(np.float32), arch
-    )
+    given = problem, do.view(bits), out.astype(kind).view(bits), lse.astype(np.float32), arch
+    results = None
+    if in_place:
+        stats = np.zeros(launch_backward.statistics_shape(problem), np.float32)
+        results = (*(np.full(x.shape, POISON, bits) for x in (q, k, v)), stats)
+    work = launch_backward.float_backward(*given, results)
     found, reports = launch_backward.emulated(work, **(emulator or {}))
     return [x.view(kind) for x in found], reports
 

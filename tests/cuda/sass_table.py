@@ -9,10 +9,11 @@ the tests go through.
 import itertools
 import sys
 
-from numflash.cuda import launch_backward
+from numflash.cuda import launch_backward, launch_backward_hopper
 from numflash.cuda.compile import ARCHITECTURES, compiled, sass
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.backward_float32 import backward_float32
+from numflash.cuda.kernels.backward_hopper import backward_hopper
 from numflash.cuda.kernels.backward_rows import backward_rows
 from numflash.cuda.kernels.decode_append import decode_append
 from numflash.cuda.kernels.decode_combine import decode_combine
@@ -83,6 +84,12 @@ def variants(arch):
         for d, dtype in itertools.product((128, 256), dtypes):
             shared = {"dtype": dtype, "ping_pong": d <= 128, "cluster": 2}
             yield flash_hopper, {**hopper_tile(d, PLAIN), **shared}
+        for d, dtype, which, band in itertools.product(
+            (64, 128), dtypes, ("kv", "q"), (False, True)
+        ):
+            shape = launch_backward_hopper.shape_of(which, dtype, d)
+            options = {"dtype": dtype, "band": True, "group": 4} if band else {"dtype": dtype}
+            yield backward_hopper, {"gradients": which, **shape, **options}
     for d, dtype, options in itertools.product(
         CUDA_HEAD_DIMS, dtypes, (PLAIN, MASKED, {**MASKED, "mask": "float"}, ALL)
     ):

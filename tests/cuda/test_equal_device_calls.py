@@ -129,6 +129,10 @@ for dtype in (half, single):
     def gradient(x):
         return numflash.attention_backward(*x[:6], attn_mask=x[6], key_lengths=lengths)
     compare("gradients " + dtype, gradient, sets)
+def plain_gradient(x):
+    return numflash.attention_backward(*x[:6], key_lengths=lengths)
+sets = [(*(T(*q, dtype=half) for _ in range(5)), T(*q[:3], dtype=single)) for _ in range(2)]
+compare("gradients by tensor maps", plain_gradient, sets)
 """
 
 
@@ -141,8 +145,9 @@ def test_an_equal_call_launches_what_a_fresh_one_does(driver, capability):  # no
         "int8 capped": 4,
         "gradients float16": 3,
         "gradients float32": 2,
+        "gradients by tensor maps": 3,
     }
-    assert len(out) == 18 and {*steps} < {line.rsplit(" ", 4)[0] for line in out}
+    assert len(out) == 19 and {*steps} < {line.rsplit(" ", 4)[0] for line in out}
     for line in out:
         name, full, same, moved, count = line.rsplit(" ", 4)
         wanted = steps.get(name, 1)

@@ -274,8 +274,8 @@ def test_every_family_on_the_stub_driver(driver, monkeypatch, tmp_path, capabili
         "decode float16", "decode float16 step in a graph",
     ]  # fmt: skip
     flop = 4 * 2 * 64 * 64 * 64
-    backward = rows["backward float16"]["timings"][2]
-    assert backward["D"] == 64 and backward["tflops"] == pytest.approx(2.5 * flop / 3e-3 / 1e12)
+    backward = next(x for x in rows["backward float16"]["timings"] if x["D"] == 64)
+    assert backward["tflops"] == pytest.approx(2.5 * flop / 3e-3 / 1e12)
     assert all(goal["shapes"] for goal in found["targets"] if goal["against"] == "torch flash")
 
 

@@ -337,7 +337,7 @@ fence_async = op("fence.proxy.async.shared::cta;", memory=True)
 tensormap_acquire = op(
     "fence.proxy.tensormap::generic.acquire.gpu [<map>], 128;", memory=True, map=u64
 )
-tma_load_4d, tma_load_5d = _tma_load("xyzw"), _tma_load("xyzwu")
+tma_load_3d, tma_load_4d, tma_load_5d = (_tma_load(x) for x in ("xyz", "xyzw", "xyzwu"))
 # clusters of blocks (9.7.13.4, 9.7.9.23): a copy into the same place of each of the `blocks` (a bit
 # for every rank), an arrival by the first lanes of a warp, each at the mbarrier of one block
 cluster_rank = op("mov.u32 <r>, %cluster_ctarank;", u32, pure=True)
@@ -367,14 +367,14 @@ def register_fence(n: int, t: Any = f32) -> Any:
     return op("", memory=True, a=inout(n, t))
 
 
-def wgmma(n: int, dtype: str, a_registers: bool) -> Any:
+def wgmma(n: int, dtype: str, a_registers: bool, mn_major: bool | None = None) -> Any:
     """m64 x n accumulators += A (64 x k) . B (k x n).
 
     B comes by shared-memory descriptor, and so does A unless it is in registers.
 
-    `keep` = 0 starts from zero. With `a_registers` B is read MN-major (V as stored), else K-major
-    (K as stored). For dtype "int8" B is always K-major, k is 32, and an A in registers is unsigned
-    (weights); n is 8, 24, or a multiple of 16 (9.7.15.2).
+    `keep` = 0 starts from zero. B is read MN-major (V as stored) or K-major (K as stored): as
+    `mn_major` says, else MN-major with `a_registers`. For dtype "int8" it is always K-major, k is
+    32, and an A in registers is unsigned (weights); n is 8, 24, or a multiple of 16 (9.7.15.2).
     """
     if dtype == "int8":
         d = "s32"
@@ -387,7 +387,8 @@ def wgmma(n: int, dtype: str, a_registers: bool) -> Any:
         d = "f32"
         kind = f"{short}.{short}"
         k = 16
-        tail = ", 1, 1, 1" if a_registers else ", 1, 1, 0, 0"
+        turned = int(a_registers if mn_major is None else mn_major)
+        tail = f", 1, 1, {turned}" if a_registers else f", 1, 1, 0, {turned}"
         t = f32
     return op(
         f"{{\n.reg .pred p;\nsetp.ne.b32 p, <keep>, 0;\n"

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .backward_band import make_clear, make_find_bounds, make_find_columns, make_find_rows
 from .pieces import (
     NEG_INF,
     Call,
     make_copy,
-    make_find_block,
     make_load_tile,
     make_read,
     make_store_rows,
@@ -51,22 +51,6 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 SIGNATURE = types.void(
     types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 4)
 )
-
-
-class Block(NamedTuple):
-    """What a block works on: a head's rows, and which columns they attend to.
-
-    Row r attends to the columns from r + offset - before to r + offset + after.
-    """
-
-    batch: Any
-    head: Any
-    own_left: Any  # rows, and columns, that exist
-    other_left: Any
-    diagonal: Any
-    offset: Any
-    before: Any
-    after: Any
 
 
 class Statistics(NamedTuple):
@@ -137,10 +121,11 @@ def flash_backward(
     b_size = rows * dv_bytes
     c_size = columns * d_bytes
     e_size = columns * dv_bytes
-    # the first keys are seen by most queries
-    find_block = make_find_block(rows, band and not of_keys, folded)
+    find_rows = make_find_rows(rows, of_keys, band, folded)
+    find_columns = make_find_columns(rows, columns, of_keys, band)
     stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
     has_mask, float_mask = bool(mask), mask == "float"
+    find_bounds, clear = make_find_bounds(band, has_mask), make_clear(tiles_of_8)
     transform = softcap or alibi or float_mask
     heads_of_other = group if of_keys else 1
     load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
@@ -180,37 +165,6 @@ def flash_backward(
             )
 
     @device_function
-    def find_rows(pointers, sizes):
-        """The block's first row, and what its head's rows attend to."""
-        own_rows, other_rows, _, _, _, left, right, _ = sizes
-        first, head, batch = find_block(own_rows)
-        keys = ptx.load_global_s32(pointers[8] + u64(batch * 4))
-        diagonal = ptx.load_global_s32(pointers[7] + u64(batch * 4))
-        own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
-        offset, before, after = (
-            (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
-        )
-        return first, Block(batch, head, own_left, other_left, diagonal, offset, before, after)
-
-    @device_function
-    def find_columns(block, first):
-        """The first tile of columns that the rows from `first` on attend to and the end of these
-        tiles, then the first column that all of them attend to and the end of those.
-        """
-        tile, tiles = i32(0), i32((block.other_left + columns - 1) // columns)
-        whole_low, whole_high = i32(0), block.other_left
-        if band:
-            low = i32(first + block.offset)
-            high = i32(min(first + rows, block.own_left) - 1 + block.offset)
-            tile = i32(max(low - block.before, 0) // columns)
-            tiles = i32(min(tiles, (max(high + block.after + 1, 0) + columns - 1) // columns))
-            whole_low = i32(max(high - block.before, 0))
-            whole_high = i32(min(block.other_left, low + block.after + 1))
-        if of_keys and first >= block.own_left:
-            tiles = tile
-        return tile, tiles, whole_low, whole_high
-
-    @device_function
     def find_statistics(stats, block, row, heads, stat_rows):
         """Of row `row` and the one 8 further; their rows are padded to whole blocks."""
         if of_keys:
@@ -247,19 +201,6 @@ def flash_backward(
                 and (column <= i32(first + 15 + block.offset + block.after))
             )
         return found
-
-    @device_function
-    def find_bounds(low, high, block, row):
-        """The columns [low, high) that each of the two rows attends to."""
-        for r in range(2):
-            mine = i32(row + 8 * r)
-            low[r], high[r] = i32(0), block.other_left
-            if band:
-                low[r] = i32(mine + block.offset - block.before)
-                end = i32(mine + block.offset + block.after + 1)
-                high[r] = i32(min(block.other_left, end))
-            if has_mask and mine >= block.own_left:
-                high[r] = i32(0)
 
     @device_function
     def weigh_part(s, g, low, high, block, query_head, statistics, stat_at, row, column0, call):
@@ -325,16 +266,6 @@ def flash_backward(
                 s[4 * n + i] = p if seen else f32(0)
 
     @device_function
-    def hide(s, g, low, high, column0):
-        """Zeros for the columns of a chunk that a row does not attend to."""
-        for n in range(tiles_of_8):
-            for i in range(4):
-                column = i32(column0 + 8 * n + (i & 1))
-                if column < low[i >> 1] or column >= high[i >> 1]:
-                    s[4 * n + i] = f32(0)
-                    g[4 * n + i] = f32(0)
-
-    @device_function
     def store_sums(sum_a, sum_b, sa, sb, call, block, first, warp, lane):
         """Write the warp's sums, through its own part of a tile: 16 bytes at a time."""
         out_a, out_b, scale = call.pointers[4], call.pointers[5], call.factors[1]
@@ -370,7 +301,7 @@ def flash_backward(
         sc = sb + u32(b_size)
         se = sc + u32(stages * c_size)
         st = se + u32(stages * e_size)
-        first, block = find_rows(pointers, sizes)
+        first, block = find_rows(pointers[7], pointers[8], sizes)
         head, batch, own_left, other_left = (
             block.head,
             block.batch,
@@ -474,7 +405,8 @@ def flash_backward(
                         s, g, low, high, block, query_head, statistics, at, row, column0, call
                     )
                     if not has_mask and (start < whole_low or i32(start + columns) > whole_high):
-                        hide(s, g, low, high, column0)
+                        clear(s, low, high, column0)
+                        clear(g, low, high, column0)
                     if want_b:
                         e_rows = e_at + u32(other.transposed * dv_bytes)
                         add_b(sum_b, s, e_rows, other.e_transposed)

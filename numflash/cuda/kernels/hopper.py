@@ -58,3 +58,19 @@ def make_issue_scores(multiply: Any, steps: int, q_panel: int, k_panel: int) -> 
             )
 
     return issue_scores
+
+
+@functools.cache
+def make_issue_held(multiply: Any, steps: int, k_panel: int) -> Any:
+    """issue_held(s, q, dk): issues S = Q . K^T with Q in registers.
+
+    q : 4 words for each step;  dk : descriptor of the first panel, which is `k_panel` bytes
+    """
+
+    @device_function
+    def issue_held(s, q, dk):
+        for step in range(steps):
+            panel, inside = step >> 2, (step & 3) * 2
+            multiply(s, 0, q, 4 * step, ahead(dk, inside + panel * (k_panel >> 4)), i32(step != 0))
+
+    return issue_held

@@ -101,12 +101,21 @@ def forward_check(case: Case, arch: str, emulated: bool) -> Step:
 
 def gradient_check(case: Case, arch: str, emulated: bool) -> Step:
     """dq, dk and dv, computed more than once: their bits are equal."""
+    return compared_gradients(
+        case, arch, emulated, functools.partial(launch_backward.plan, arch=arch)
+    )
+
+
+def compared_gradients(
+    case: Case, arch: str, emulated: bool, plan: Callable[..., launch_backward.Backward]
+) -> Step:
+    """A case's gradients by the launches that plan(problem, gradient, output, LSE) gives."""
     name, shape, precision, options = case
 
     def plans() -> tuple[Problem, tuple[np.ndarray, ...], launch_backward.Backward]:
         problem = problem_of(shape, precision, options)
         operands = gradient_operands(problem)
-        return problem, operands, launch_backward.plan(problem, *operands, arch)
+        return problem, operands, plan(problem, *operands)
 
     def run(device: Device) -> Iterator[Row]:
         problem, operands, work = plans()
@@ -245,13 +254,27 @@ def forward_timings(precision: str, lengths: Iterable[int], arch: str) -> Iterat
 
 
 def backward_timings(precision: str, lengths: Iterable[int], arch: str) -> Iterator[Step]:
-    """All launches of the backward pass; LSE and output are made up, which changes no time."""
+    """What ships for the card, and on Hopper the float16 kernels that it replaces."""
+    shipped = functools.partial(launch_backward.float_backward, arch=arch)
+    older = functools.partial(shipped, older=True)
     for shape, causal in shapes(lengths):
-        yield _backward_timing(precision, shape, causal, arch)
+        name = f"numflash {precision}, backward"
+        yield gradient_timing(name, shape, causal, precision, shipped)
+        if arch == "sm_90a" and precision == "float16":
+            yield gradient_timing(f"{OLDER}, backward", shape, causal, precision, older)
 
 
-def _backward_timing(precision: str, shape: tuple[int, ...], causal: bool, arch: str) -> Step:
-    name = f"numflash {precision}, backward"
+def gradient_timing(
+    name: str,
+    shape: tuple[int, ...],
+    causal: bool,
+    precision: str,
+    plan: Callable[..., launch_backward.Backward],
+) -> Step:
+    """Times of all launches of a backward pass; LSE and output are made up, which changes no time.
+
+    plan : (problem, gradient, output, LSE) -> the launches
+    """
 
     def plans(
         shape: tuple[int, ...],
@@ -259,7 +282,7 @@ def _backward_timing(precision: str, shape: tuple[int, ...], causal: bool, arch:
         problem = problem_of(shape, precision, {"is_causal": causal})
         lse = np.full(problem.query.shape[:3], np.log(shape[4]), np.float32)
         operands = (problem.query, problem.query, lse)
-        return problem, operands, launch_backward.float_backward(problem, *operands, arch)
+        return problem, operands, plan(problem, *operands)
 
     def run(device: Device) -> Iterator[Row]:
         problem, operands, work = plans(shape)

@@ -122,8 +122,14 @@ LONG_CASES: tuple[Case, ...] = (
     ),
 )
 LONG_GRADIENTS: tuple[Case, ...] = tuple(
-    (f"gradient {p} long D={d}", (1, 4, 4, 1000, 1000, d), p, {"is_causal": True})
+    (
+        f"gradient {p} long D={d}{', causal' * causal}",
+        (1, 4, 4, 1000, 1000, d),
+        p,
+        {"is_causal": causal},
+    )
     for p, d in (("float16", 128), ("float16", 64), ("bfloat16", 128))
+    for causal in (False, True)
 )
 GRADIENTS: tuple[Case, ...] = (
     *(

@@ -12,7 +12,7 @@ class Family(NamedTuple):
     """Problems that are compared, and timings of the kernels whose problems agree.
 
     kind : "forward", "backward", "decode", "rates", "peers", "gradient peers", "variants",
-        "frameworks", "ladder"
+        "gradient variants", "frameworks", "ladder"
     cases : problems of which there are results of the emulator;  long : others
     lengths : L of the timings; decode, rates, variants and ladder have shapes of their own
     """
@@ -64,6 +64,7 @@ def families(
         backward("float16", lengths),
         Family("backward peers", "gradient peers", lengths=lengths),
         Family("forward variants", "variants"),
+        *([Family("backward variants", "gradient variants")] if arch == "sm_90a" else []),
         forward("bfloat16"),
         decoding("bfloat16"),
         backward("bfloat16"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..compile import Key
-from . import attention, decode, frameworks, ladder, peers, rates, variants
+from . import attention, decode, frameworks, gradient_variants, ladder, peers, rates, variants
 from .families import Family, families
 from .steps import Step, supported
 
@@ -22,6 +22,8 @@ def checks(family: Family, arch: str) -> Steps:
         yield from decode.checks(family.cases, arch)
     elif family.kind == "variants":
         yield from variants.checks(arch)
+    elif family.kind == "gradient variants":
+        yield from gradient_variants.checks(arch)
     elif family.kind == "frameworks":
         yield from frameworks.checks(arch)
 
@@ -34,6 +36,7 @@ def timings(family: Family, arch: str, triton: str | None = None) -> Steps:
         "backward": lambda: attention.backward_timings(family.precision, lengths, arch),
         "decode": lambda: decode.timings(family.precision, arch),
         "variants": lambda: variants.timings(arch),
+        "gradient variants": lambda: gradient_variants.timings(arch),
         "rates": lambda: rates.timings(arch),
         "ladder": lambda: ladder.timings(arch),
         "peers": lambda: peers.timings(lengths, False, triton),

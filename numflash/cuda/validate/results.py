@@ -55,7 +55,7 @@ def targets(found: dict[str, Any]) -> list[dict[str, Any]]:
     goals = [
         (OLDER if hopper else "numflash float16", "torch flash", 0.9),
         ("numflash int8", "numflash float16", 1.3),
-        ("numflash float16, backward", "torch flash, backward", 0.9),
+        ("numflash float16, backward", "torch flash, backward", 1.0 if hopper else 0.9),
     ]
     if hopper:
         goals += [

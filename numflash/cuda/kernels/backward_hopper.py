@@ -1,0 +1,294 @@
+"""The gradient of attention for sm_90a: TMA, wgmma and specialised warps.
+
+The two mirrored passes of `backward`, as three warpgroups of 128 threads. A warp of the first brings
+tiles by TMA (`backward_hopper_tiles`); the others own 64 rows of a and b each, which stay in shared
+memory. A tile of c and e serves two products each: row by row for S and dP, column by column for the
+sums. Products are asynchronous: exponentials run beside dP, dS beside the sum of P.e, and S and dP of
+the next tile are issued behind this tile's sums, so that the tensor cores have work at every wait.
+
+P and dS are packed into registers as the left operands of the sums. Only tiles at an edge of what
+the rows attend to have code that hides columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
+from .backward_band import make_find_columns, make_find_rows
+from .backward_hopper_rows import make_write_sums
+from .backward_hopper_tiles import CONSUMERS, ROWS, Layout, make_bring, make_ring
+from .backward_hopper_weights import Rows, make_find_statistics, make_weights
+from .hopper import (
+    DESCRIPTOR,
+    FEWER,
+    MORE,
+    PANEL_BYTES,
+    THREADS,
+    ahead,
+    descriptor,
+    make_issue_held,
+    make_issue_scores,
+)
+from .pieces import Call, make_read
+
+i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
+
+# pointers: tensor maps of a, b, c, e and the statistics (128 bytes each), sum_a, sum_b, statistics,
+# diagonal, key_lengths
+# strides in bytes: batch, head, row of sum_a, sum_b
+# sizes: rows of a, rows of c, bytes per row of sum_a, sum_b, query heads, left, right, rows of
+# statistics per head
+# factors: scale * log2(e), scale
+SIGNATURE = types.void(
+    types.UniTuple(u64, 6), types.UniTuple(i64, 6), types.UniTuple(i32, 8), types.UniTuple(f32, 2)
+)
+
+
+class Work(NamedTuple):
+    """What a warpgroup multiplies: local arrays."""
+
+    s: Any  # scores, then weights
+    g: Any  # gradient of the weights, then of the scores
+    p: Any  # packed weights
+    ds: Any  # packed gradient of the scores
+    sum_a: Any
+    sum_b: Any
+
+
+class Own(NamedTuple):
+    """A warpgroup's own rows: descriptors, or local arrays of 4 words for each 16 columns."""
+
+    a: Any
+    b: Any
+
+
+def backward_hopper(
+    gradients: str,
+    d: int,
+    columns: int,
+    stages: int,
+    held: bool = False,
+    dtype: str = "float16",
+    group: int = 1,
+    band: bool = False,
+    folded: bool = False,
+) -> Source:
+    """The kernel for padded head sizes d, a multiple of 64, of keys and of values.
+
+    Parameters
+    ----------
+    gradients : "q" (the pass that owns queries) or "kv" (the pass that owns keys)
+    columns : rows of the other side per tile, a multiple of 16;  stages : tiles of the ring
+    held : the own rows are held in registers, not read from shared memory for every tile
+    group : query heads per key head; the keys' pass processes them in order
+    band : a causal or windowed problem; tiles outside are skipped
+    """
+    of_keys = gradients == "kv"
+    layout = Layout(d, columns, stages, of_keys)
+    own_panel, panel = ROWS * PANEL_BYTES, columns * PANEL_BYTES
+    other, statistics = layout.other, layout.statistics
+    n_s, n_p, n_a, n_b = columns // 2, columns // 4, d // 2, d // 2 if of_keys else 1
+    steps, heads_of_other = columns // 16, group if of_keys else 1
+    # a query beyond the last has weights that multiply zeros, a key beyond the last is hidden
+    edges = band or not of_keys
+    # c and e are read column by column for the sums: the leading stride spans a panel
+    turned = DESCRIPTOR | (panel >> 4 << 16)
+    by_rows, by_columns = ptx.wgmma(columns, dtype, held, False), ptx.wgmma(d, dtype, True)
+    if held:
+        issue_scores = make_issue_held(by_rows, d // 16, panel)
+    else:
+        issue_scores = make_issue_scores(by_rows, d // 16, own_panel, panel)
+    fence_s, fence_sum = ptx.register_fence(n_s), ptx.register_fence(n_a)
+    find_rows = make_find_rows(ROWS, of_keys, band, folded)
+    find_columns = make_find_columns(ROWS, columns, of_keys, band)
+    n_own, read = d // 4, make_read(PANEL_BYTES)
+    find_statistics = make_find_statistics(of_keys)
+    (ring_at, prepare), bring = make_ring(layout), make_bring(layout, group)
+    write_sums, more_registers = make_write_sums(d, dtype), MORE[CONSUMERS]
+    wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
+
+    @device_function
+    def stage_of(n):
+        return u32(n) % u32(stages)
+
+    @device_function
+    def describe(ring, warpgroup, warp, lane):
+        rows_at = u32((warpgroup - 1) * 64 * PANEL_BYTES)
+        return Own(
+            descriptor(DESCRIPTOR, ring.a + rows_at), descriptor(DESCRIPTOR, ring.b + rows_at)
+        )
+
+    @device_function
+    def load(ring, warpgroup, warp, lane):
+        a, b = cuda.local.array(n_own, u32), cuda.local.array(n_own, u32)
+        row = i32((warpgroup - 1) * 64 + warp * 16 + (lane & 15))
+        at, chunk = u32(row * PANEL_BYTES), u32((lane >> 4) ^ (row & 7))
+        for step in range(n_own // 4):
+            panel_at = (step >> 2) * own_panel
+            read(a, 4 * step, ring.a + at, chunk, 2 * (step & 3), panel_at)
+            read(b, 4 * step, ring.b + at, chunk, 2 * (step & 3), panel_at)
+        return Own(a, b)
+
+    take = load if held else describe
+
+    @device_function
+    def begin(work, n, own, ring):
+        """Waits for the ring's tile n and issues its S, then its dP once earlier products are done:
+        the registers of dP hold the packed dS of the tile before, whose stage is then empty.
+        """
+        stage, turn = stage_of(n), u32(n) // u32(stages)
+        at = ring.tiles + stage * u32(2 * other)
+        ptx.mbarrier_wait(ring.full + stage * u32(8), turn & u32(1))
+        fence_s(work.s, 0)
+        ptx.wgmma_fence()
+        issue_scores(work.s, own.a, descriptor(DESCRIPTOR, at))
+        ptx.wgmma_commit()
+        wait_one()
+        if n > 0:
+            ptx.mbarrier_arrive(ring.empty + stage_of(n - 1) * u32(8))
+        fence_s(work.g, 0)
+        ptx.wgmma_fence()
+        issue_scores(work.g, own.b, descriptor(DESCRIPTOR, at + u32(other)))
+        ptx.wgmma_commit()
+
+    @device_function
+    def add(sums, packed, at):
+        """Issues sums += packed . tile: 16 rows of it (two groups of 8 of 128 bytes) at a time."""
+        ptx.wgmma_fence()
+        tile = descriptor(turned, at)
+        for step in range(steps):
+            by_columns(sums, 0, packed, 4 * step, ahead(tile, step * 128), i32(1))
+        ptx.wgmma_commit()
+
+    def make_run(edge):
+        """run(first, end, n, ...): tiles [first, end), of which the first comes as number n."""
+        weigh, grade = make_weights(columns, dtype, of_keys, band, edge)
+
+        @device_function
+        def step(work, n, tile, own, rows, block, ring, call):
+            """A tile. The sums of the one before may be under way, and its own are at the end."""
+            stage, start = stage_of(n), i32(tile * columns)
+            at = ring.tiles + stage * u32(2 * other)
+            pairs = rows.pairs + stage * u32(statistics)
+            begin(work, n, own, ring)
+            wait_one()
+            fence_s(work.s, 0)
+            weigh(work.s, work.p, start, pairs, rows, block, call.factors[0])
+            if of_keys:
+                add(work.sum_b, work.p, at + u32(other))
+                wait_one()
+            else:
+                # a store of something of each that the wait cannot pass: without it ptxas moves the
+                # wait ahead of the exponentials
+                mixed = u32(0)
+                for i in range(n_s):
+                    mixed ^= ptx.bits(work.s[i])
+                ptx.store_shared_u16(rows.last, mixed)
+                wait_none()
+            fence_s(work.g, 0)
+            grade(work.g, work.s, work.ds, start, pairs, rows, block)
+            add(work.sum_a, work.ds, at)
+
+        @device_function
+        def run(first, end, n, work, own, rows, block, ring, call):
+            tile = first
+            while tile < end:
+                step(work, n, tile, own, rows, block, ring, call)
+                tile += 1
+                n += 1
+            return n
+
+        return run
+
+    run_edge, run_full = make_run(True), make_run(False)
+
+    @device_function
+    def attend(tile, tiles, low, high, work, own, rows, block, ring, call):
+        """All products of a warpgroup, of which rows attend to all columns in [low, high)."""
+        if not edges:
+            count = i32(tiles - tile) * i32(heads_of_other)
+            run_full(i32(0), count, i32(0), work, own, rows, block, ring, call)
+        else:
+            full = i32(min(max(i32((low + columns - 1) // columns), tile), tiles))
+            full_end = i32(max(full, min(i32(max(high, 0) // columns), tiles)))
+            n, head = i32(0), i32(0)
+            while head < heads_of_other:
+                at, edge_end = tile, full
+                while at < tiles:
+                    if edge_end > at:
+                        n = run_edge(at, edge_end, n, work, own, rows, block, ring, call)
+                        at = edge_end
+                    if at < full_end:
+                        n = run_full(at, full_end, n, work, own, rows, block, ring, call)
+                        at = full_end
+                    edge_end = tiles
+                head += 1
+
+    @device_function
+    def write(work, row, block, call):
+        own_rows, _, d_left, dv_left = call.sizes[:4]
+        a_batch, a_head, a_step, b_batch, b_head, b_step = call.strides
+        to = call.pointers[1] + u64(block.batch * a_batch + block.head * a_head)
+        live, scale = block.own_left, call.factors[1]
+        write_sums(work.sum_a, scale, to, a_step, row, own_rows, live, d_left)
+        if of_keys:
+            to = call.pointers[2] + u64(block.batch * b_batch + block.head * b_head)
+            write_sums(work.sum_b, f32(1), to, b_step, row, own_rows, live, dv_left)
+
+    def backward(pointers, strides, sizes, factors):
+        shared = cuda.shared.array(0, u32)
+        thread = i32(cuda.threadIdx.x)
+        warpgroup = ptx.uniform(thread >> 7)
+        maps, call = pointers[0], Call(pointers, strides, sizes, factors)
+        ring = ring_at((ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00))
+        if thread == 0:
+            prepare(ring, maps)
+        cuda.syncthreads()
+        first, block = find_rows(pointers[4], pointers[5], sizes)
+        tile, tiles, low, high = find_columns(block, first)
+        if warpgroup == 0:
+            FEWER()
+            if thread < 32:
+                bring(first, tile, tiles, block, ring, maps, call)
+        else:
+            more_registers()
+            work = Work(
+                cuda.local.array(n_s, f32),
+                cuda.local.array(n_s, f32),
+                cuda.local.array(n_p, u32),
+                cuda.local.array(n_p, u32),
+                cuda.local.array(n_a, f32),
+                cuda.local.array(n_b, f32),
+            )
+            lane, warp = thread & 31, (thread >> 5) & 3
+            row = i32(first + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2))
+            rows = Rows(
+                row,
+                lane & 3,
+                cuda.local.array(2, f32),
+                cuda.local.array(2, f32),
+                ring.pairs + u32((lane & 3) * 16),
+                ring.last + u32((thread - 128) * 2),
+            )
+            find_statistics(rows, block, call)
+            for i in range(n_a):
+                work.sum_a[i] = f32(0)
+            for i in range(n_b):
+                work.sum_b[i] = f32(0)
+            if tile < tiles:
+                ptx.mbarrier_wait(ring.full_own, u32(0))
+                own = take(ring, warpgroup, warp, lane)
+                fence_sum(work.sum_a, 0)
+                if of_keys:
+                    fence_sum(work.sum_b, 0)
+                attend(tile, tiles, low, high, work, own, rows, block, ring, call)
+                wait_none()
+                fence_sum(work.sum_a, 0)
+                if of_keys:
+                    fence_sum(work.sum_b, 0)
+            write(work, row, block, call)
+
+    return Source(backward, SIGNATURE, THREADS, layout.shared_bytes)

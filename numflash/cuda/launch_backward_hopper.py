@@ -1,0 +1,102 @@
+"""The passes over gradients that sm_90a's own kernel computes: which problems, and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..tiling import CUDA_NARROW, CUDA_WIDE, gradient_tiling
+from ..tiling import padded as smallest
+from ..validation import Problem
+from .device.operands import (
+    LOG2E,
+    Launch,
+    band,
+    folding,
+    key_places,
+    mappable,
+)
+from .instructions.tensormap import TensorMap
+from .kernels.backward_hopper import backward_hopper
+from .kernels.backward_hopper_tiles import PANEL, ROWS
+
+Arrays = tuple[np.ndarray, ...]
+ShapeOf = Callable[[str, str, int], dict[str, int]]
+
+
+def takes(problem: Problem, arch: str, *operands: np.ndarray) -> bool:
+    """Whether the kernel computes the gradients of a 16-bit problem.
+
+    Its scores have a band and lengths alone, keys and values the same padded head size up to 128, and
+    tensor maps describe the operands.
+    """
+    *_, d, dv = problem.shape
+    changed = (problem.mask, problem.bias, problem.alibi_slopes, problem.functions)
+    if arch != "sm_90a" or problem.softcap or any(x is not None for x in changed):
+        return False
+    narrow = d <= CUDA_NARROW
+    alike = narrow == (dv <= CUDA_NARROW)
+    return 0 not in problem.shape and max(d, dv) <= CUDA_WIDE and alike and mappable(*operands)
+
+
+def shape_of(gradients: str, dtype: str, d: int) -> dict[str, int]:
+    """Constants of a pass, "kv" or "q": its tiling, and whether the own rows fit into registers beside
+    its sums.
+    """
+    t = gradient_tiling(gradients, dtype, d)
+    columns, held = t.block_q if gradients == "kv" else t.key_block, gradients == "q"
+    return {
+        "d": smallest(d, t.head_dims),
+        "columns": columns,
+        "stages": t.stages,
+        "held": held or d <= CUDA_NARROW,
+    }
+
+
+def hopper_passes(
+    problem: Problem,
+    operands: Arrays,
+    results: Arrays,
+    launch: Callable[..., Launch],
+    shape_of: ShapeOf = shape_of,
+) -> list[Launch]:
+    """The launches of both passes.
+
+    Parameters
+    ----------
+    operands : q, k, v, dO;  results : dq, dk, dv and the statistics
+    launch : (factory, constants, grid, arguments, arrays that are written) -> Launch
+    shape_of : (pass, precision, head size) -> its shape
+    """
+    nb, nh, nkv, length, s, d, _ = problem.shape
+    q, k, v, do = operands
+    dq, dk, dv, stats = results
+    has_band, left, right = band(problem)
+    places = key_places(problem, s)
+    factors = np.float32(problem.scale * LOG2E), np.float32(problem.scale)
+    common = {"dtype": problem.precision, "group": nh // nkv, "band": has_band, **folding(nb)}
+    found = []
+    for which, own, other, sums, heads in (
+        ("kv", (k, v), (q, do), (dk, dv), nkv),
+        ("q", (q, do), (k, v), (dq, dq), nh),
+    ):
+        shape = shape_of(which, problem.precision, d)
+        columns = shape["columns"]
+        maps = [
+            *(TensorMap(x, (1, 1, ROWS, PANEL)) for x in own),
+            *(TensorMap(x, (1, 1, columns, PANEL)) for x in other),
+            TensorMap(stats, (1, 1, 2 * columns), swizzle=0),
+        ]
+        rows, others, widths = own[0].shape[2], other[0].shape[2], (q.shape[-1], v.shape[-1])
+        args = (
+            (maps, *sums, stats, *places),
+            tuple(int(n) for x in sums for n in x.strides[:3]),
+            (rows, others, *(2 * n for n in widths), nh, left, right, stats.shape[2] // 2),
+            factors,
+        )
+        constants: dict[str, Any] = {"gradients": which, **shape, **common}
+        grid = (-(-rows // ROWS), heads, nb)
+        found.append(launch(backward_hopper, constants, grid, args, sums))
+    return found
