@@ -163,14 +163,13 @@ class Plan:
         card = layout.card
         rows = group * queries
         d, dv = layout.padded
-        tiles = layout.row_tiles(rows, changed)
-        units = batch * layout.kv_heads * -(-rows // (16 * tiles))
+        tile = layout.tile_rows(rows, changed)
+        units = batch * layout.kv_heads * -(-rows // tile)
         self.layout, self.splits, self.sizes = layout, splits, (queries,)
         self.shape = (batch, layout.kv_heads, rows, layout.head_dim)
         self.constants: dict[str, Any] = {
             "d": d,
             "dv": dv,
-            "row_tiles": tiles,
             "direct": splits == 1,
             "paged": layout.paged,
             "ring": layout.ring != UNLIMITED,
@@ -178,24 +177,23 @@ class Plan:
             "turing": card.arch == "sm_75",
         }
         if layout.exact:
-            self.constants["packed"] = layout.packed
+            self.constants |= {"tile_rows": tile, "packed": layout.packed}
         else:
             self.constants |= {
+                "row_tiles": tile // 16,
                 "dtype": layout.dtype,
                 "unified": layout.unified is not None and not changed,
             }
-        self.combine = {"dv": dv, "row_tiles": tiles, "exact": layout.exact}
-        self.grid, self.combine_grid = (
-            (units * splits, 1, 1),
-            (units * tiles * (dv // 8 // WARPS), 1, 1),
-        )
+        self.combine = {"dv": dv, "tile_rows": tile, "exact": layout.exact}
+        self.grid = units * splits, 1, 1
+        self.combine_grid = batch * layout.kv_heads * rows, 1, 1
         self.q, self.out = (
             card.zeros(self.shape, F),
             card.zeros((*self.shape[:3], layout.value_dim), F),
         )
         self.there = card.zeros(self.shape[:3], F), card.zeros(self.shape[:3], F)
         tasks = units * splits if splits > 1 else 0
-        self.parts = tuple(card.zeros((tasks, 16 * tiles, *last), F) for last in ((dv,), (), ()))
+        self.parts = tuple(card.zeros((tasks, tile, *last), F) for last in ((dv,), (), ()))
         self.m, self.l = np.zeros(self.shape[:3], F), np.zeros(self.shape[:3], F)
         self.spoiled = np.zeros((0, 3), np.intp)
         self.more: tuple[Any, ...] = ()  # pointers and factors of the options

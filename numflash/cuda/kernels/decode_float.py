@@ -27,15 +27,15 @@ from .decode_pieces import (
     NOTHING,
     THREADS,
     WARPS,
-    Results,
+    make_find_results,
+    make_finish,
     make_load_keys,
     make_query_rows,
-    make_store,
+    store_state,
 )
 from .decode_task import (
     Rows,
     make_attends,
-    make_find_lane,
     make_find_rows,
     make_find_task,
     make_layout,
@@ -70,6 +70,47 @@ class State(NamedTuple):
     l: Any
     alpha: Any  # what the sums so far are multiplied by
     top: Any  # the largest score so far, where `m` is the unified maximum
+
+
+class Lane(NamedTuple):
+    """Where a lane reads its part of fragments with ldmatrix.
+
+    The address of a row, and the place of its first chunk of 16 bytes: the column enters by XOR
+    with an even chunk number.
+    """
+
+    q: Any
+    q_chunk: Any
+    k: Any
+    k_chunk: Any
+    p: Any
+    p_chunk: Any
+
+
+@device_function
+def row_of(lane, i):
+    """The i-th of a lane's rows."""
+    return (lane >> 2) + 8 * i
+
+
+def make_find_lane(row_bytes: int) -> Any:
+    """find_lane(memory, lane, warp) -> Lane, from the bytes of a query and a key."""
+    shift, xor = swizzle_of(row_bytes)
+
+    @device_function
+    def find_lane(memory, lane, warp):
+        key = ((lane >> 4) << 3) + (lane & 7)
+        row = lane & 15
+        return Lane(
+            memory.q + u32(row * row_bytes),
+            u32((lane >> 4) ^ ((row >> shift) & xor)),
+            memory.k + u32((16 * warp + key) * row_bytes),
+            u32(((lane >> 3) & 1) ^ ((key >> shift) & xor)),
+            memory.p + u32(row * P_ROW),
+            u32((lane >> 4) ^ (row & 7)),
+        )
+
+    return find_lane
 
 
 def make_multiply_keys(d: int, row_tiles: int, keep: bool, mma: Any) -> tuple[Any, Any]:
@@ -245,6 +286,30 @@ def make_overflows(n_rows: int) -> Any:
     return overflows
 
 
+def make_store(row_tiles: int, value_tiles: int, direct: bool) -> Any:
+    """store(to: Results, o, m, l, warp, lane).
+
+    A block's results as the threads hold them.
+    """
+    n_rows = 2 * row_tiles
+    reciprocal_of, store_value = make_finish(direct, 1.0)
+
+    @device_function
+    def store(to, o, m, l, warp, lane):
+        for i in range(n_rows):
+            r = row_of(lane, i)
+            if warp == 0 and lane & 3 == 0:
+                store_state(to, r, m[i], l[i])
+            reciprocal = reciprocal_of(l[i])
+            for n in range(value_tiles):
+                for e in range(2):
+                    c = 8 * (warp * value_tiles + n) + 2 * (lane & 3) + e
+                    x = o[4 * ((i >> 1) * value_tiles + n) + 2 * (i & 1) + e]
+                    store_value(to, r, c, x, reciprocal)
+
+    return store
+
+
 def decode_float(
     d: int,
     dv: int,
@@ -280,13 +345,14 @@ def decode_float(
     options_of = changes.unpack
     find_task = make_find_task(tile_rows, paged, ring)
     query_rows = make_query_rows(d, 0, pack)(tile_rows)
-    find_rows = make_find_rows(n_rows, changes.row)
-    find_lane = make_find_lane(d_bytes, d_bytes, P_ROW, 16)
+    find_rows = make_find_rows(n_rows, row_of, changes.row)
+    find_lane = make_find_lane(d_bytes)
     load_queries, multiply_keys = make_multiply_keys(d, row_tiles, keep_q, mma)
     score_rows = make_score_rows(row_tiles, ring, changed, changes)
     weigh, add_values = make_weigh(row_tiles, pack), make_add_values(dv, row_tiles, mma)
     overflows = make_overflows(n_rows)
-    store = make_store(row_tiles, value_tiles, direct, 1.0)
+    find_results = make_find_results(direct, tile_rows, dv)
+    store = make_store(row_tiles, value_tiles, direct)
     layout, shared_bytes = make_layout(
         tile_rows * d_bytes, BLOCK_K * d_bytes, BLOCK_K * dv_bytes, tile_rows * P_ROW, 0, tile_rows
     )
@@ -381,9 +447,7 @@ def decode_float(
                     if not turing:
                         ptx.cp_async_commit()
 
-        # addresses of results are computed here, not kept in registers during the loop
-        head, first_row = ptx.fresh(task.head), ptx.fresh(task.first_row)
-        results = Results(out, m_out, l_out, task.number, head, first_row, row_count, columns)
+        results = find_results(out, m_out, l_out, task, row_count, columns)
         store(results, o, state.m, state.l, warp, lane)
 
     # three blocks to a multiprocessor keep more bytes on their way; with wider heads the registers

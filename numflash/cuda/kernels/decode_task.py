@@ -12,7 +12,6 @@ from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_pieces import WARPS, Pages, divided, remainder
-from .pieces import swizzle_of
 
 i32, u32, u64 = types.int32, types.uint32, types.uint64
 
@@ -64,21 +63,6 @@ class Memory(NamedTuple):
     sums: Any
 
 
-class Lane(NamedTuple):
-    """Where a lane reads its part of fragments with ldmatrix.
-
-    The address of a row, and the place of its first chunk of 16 bytes: the column enters by XOR
-    with an even chunk number.
-    """
-
-    q: Any
-    q_chunk: Any
-    k: Any
-    k_chunk: Any
-    p: Any
-    p_chunk: Any
-
-
 def make_find_task(tile_rows: int, paged: bool, ring: bool) -> Any:
     """Which rows of which head a block works on, and where its keys and values are.
 
@@ -121,16 +105,17 @@ def make_find_task(tile_rows: int, paged: bool, ring: bool) -> Any:
     return find_task
 
 
-def make_find_rows(n_rows: int, option: Any) -> Any:
+def make_find_rows(n_rows: int, row_of: Any, option: Any) -> Any:
     """find_rows(rows: Rows, factors, task, tokens, row_count, options, lane).
 
-    Fills the local arrays of a thread's `n_rows` rows. `option` is `decode_changes.Changes.row`.
+    Fills the local arrays of a thread's `n_rows` rows, in the block row_of(lane, i). `option` is
+    `decode_changes.Changes.row`.
     """
 
     @device_function
     def find_rows(rows, factors, task, tokens, row_count, options, lane):
         for i in range(n_rows):
-            inside = (lane >> 2) + 8 * i
+            inside = row_of(lane, i)
             r = task.first_row + inside
             rows.factor[i] = ptx.load_shared_f32(factors + u32(inside * 4))
             rows.token[i] = remainder(r, rows.queries)
@@ -159,29 +144,6 @@ def make_layout(q: int, k: int, v: int, p: int, scales: int, tile_rows: int) -> 
         )
 
     return layout, q + k + v + p + scales + (1 + 2 * WARPS) * row
-
-
-def make_find_lane(q_bytes: int, k_bytes: int, p_bytes: int, keys: int) -> Any:
-    """find_lane(memory, lane, warp) -> Lane, from the bytes of a row; a warp has `keys` keys of a
-    tile.
-    """
-    shift_q, xor_q = swizzle_of(q_bytes)
-    shift_k, xor_k = swizzle_of(k_bytes)
-
-    @device_function
-    def find_lane(memory, lane, warp):
-        key = ((lane >> 4) << 3) + (lane & 7)
-        row = lane & 15
-        return Lane(
-            memory.q + u32(row * q_bytes),
-            u32((lane >> 4) ^ ((row >> shift_q) & xor_q)),
-            memory.k + u32((keys * warp + key) * k_bytes),
-            u32(((lane >> 3) & 1) ^ ((key >> shift_k) & xor_k)),
-            memory.p + u32(row * p_bytes),
-            u32((lane >> 4) ^ (row & 7)),
-        )
-
-    return find_lane
 
 
 def make_position(ring: bool) -> Any:
