@@ -32,24 +32,24 @@ def numbers(word, high):
 
 
 def make_read_keys(packed: bool) -> Any:
-    """read_keys(ka, place, at, chunk, pair): operands of 16 keys and 64 channels, the pair-th ones.
+    """read_keys(ka, at, chunk, pair): operands of 16 keys and 64 channels, the pair-th ones.
 
-    ka : 4 words for 32 channels, then for the next 32, from `place` on
+    ka : 4 words for 32 channels, then for the next 32
     at, chunk : this lane's row of a tile and the place of its first chunk
     """
 
     @device_function
-    def read_bytes(ka, place, at, chunk, pair):
+    def read_bytes(ka, at, chunk, pair):
         for step in range(2):
-            ptx.ldmatrix(ka, place + 4 * step, at + ((chunk ^ u32(4 * pair + 2 * step)) << u32(4)))
+            ptx.ldmatrix(ka, 4 * step, at + ((chunk ^ u32(4 * pair + 2 * step)) << u32(4)))
 
     @device_function
-    def read_codes(ka, place, at, chunk, pair):
+    def read_codes(ka, at, chunk, pair):
         codes = cuda.local.array(4, u32)
         ptx.ldmatrix(codes, 0, at + ((chunk ^ u32(2 * pair)) << u32(4)))
         for i in range(4):  # 8 keys of 32 channels: the first 16 are low halves
-            ka[place + 4 * (i >> 1) + (i & 1)] = numbers(codes[i], False)
-            ka[place + 4 * (i >> 1) + (i & 1) + 2] = numbers(codes[i], True)
+            ka[4 * (i >> 1) + (i & 1)] = numbers(codes[i], False)
+            ka[4 * (i >> 1) + (i & 1) + 2] = numbers(codes[i], True)
 
     return read_codes if packed else read_bytes
 

@@ -117,7 +117,7 @@ def make_multiply_keys(d: int, groups: int, packed: bool, turing: bool) -> tuple
     """
     tiles, pairs = column_tiles(groups, packed), d // 64
     keep = tiles * d <= KEPT
-    words, n_acc = 4 * tiles * pairs if keep else 4, 8 * tiles
+    words, n_acc = 4 * tiles * pairs if keep else 4, 4 * tiles
     read_keys = make_read_keys(packed)
     mma = ptx.mma_turing_s8 if turing else ptx.mma_s8
 
@@ -137,25 +137,25 @@ def make_multiply_keys(d: int, groups: int, packed: bool, turing: bool) -> tuple
     @device_function
     def multiply_keys(s, qf, at):
         acc = cuda.local.array(n_acc, i32)
-        ka = cuda.local.array(16, u32)
-        for i in range(n_acc):
-            acc[i] = i32(0)
-        for pair in range(pairs):  # 64 channels
-            read_keys(ka, 0, at.k, at.k_chunk, pair)
-            read_keys(ka, 8, at.k_next, at.k_chunk, pair)
-            for n in range(tiles):
-                place = 4 * (n * pairs + pair) if keep else 0
-                if not keep:
-                    load_query(qf, 0, at, n, pair)
-                for t in range(2):
-                    mma(acc, 4 * (2 * n + t), ka, 8 * t, qf, place)
-                    mma(acc, 4 * (2 * n + t), ka, 8 * t + 4, qf, place + 2)
-        for i in range(groups):
-            for j in range(4):
-                if packed:
-                    s[4 * i + j] = acc[8 * (i >> 1) + 2 * j + (i & 1)] >> NUMBER_BITS
-                else:
-                    s[4 * i + j] = i32((acc[8 * i + 2 * j] << 7) + acc[8 * i + 2 * j + 1])
+        ka = cuda.local.array(8, u32)
+        for t in range(2):  # 16 keys
+            for i in range(n_acc):
+                acc[i] = i32(0)
+            for pair in range(pairs):  # 64 channels
+                read_keys(ka, at.k_next if t else at.k, at.k_chunk, pair)
+                for n in range(tiles):
+                    place = 4 * (n * pairs + pair) if keep else 0
+                    if not keep:
+                        load_query(qf, 0, at, n, pair)
+                    mma(acc, 4 * n, ka, 0, qf, place)
+                    mma(acc, 4 * n, ka, 4, qf, place + 2)
+            for i in range(groups):
+                for j in range(2):
+                    if packed:
+                        x = acc[4 * (i >> 1) + 2 * j + (i & 1)] >> NUMBER_BITS
+                    else:
+                        x = i32((acc[4 * i + 2 * j] << 7) + acc[4 * i + 2 * j + 1])
+                    s[4 * i + 2 * t + j] = x
 
     return load_queries, multiply_keys, words
 

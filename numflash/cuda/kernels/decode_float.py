@@ -146,7 +146,7 @@ def make_multiply_keys(d: int, row_tiles: int, keep: bool, mma: Any) -> tuple[An
 
 
 def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes) -> Any:
-    """score_rows(s, state, constant, rows, maxima, start, task, tokens, options, warp, lane).
+    """score_rows(s, state, factor, constant, rows, maxima, start, task, tokens, options, warp, lane).
 
     Scores in octaves, masked keys -inf, what float32 does not hold NaN; the largest of each row
     over this warp's keys to `maxima`, or with a `constant` maximum to `state.top`.
@@ -157,7 +157,7 @@ def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes)
     new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
 
     @device_function
-    def score_rows(s, state, constant, rows, maxima, start, task, tokens, options, warp, lane):
+    def score_rows(s, state, factor, constant, rows, maxima, start, task, tokens, options, warp, lane):
         whole = not ring and start + BLOCK_K <= min(task.stop, rows.first + new_is_whole)
         for i in range(n_rows):
             largest = NOTHING
@@ -165,10 +165,10 @@ def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes)
                 for e in range(2):
                     at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1) + e
                     j = start + 16 * warp + 8 * n + 2 * (lane & 3) + e
-                    x = s[at_s] * rows.factor[i]
+                    x = s[at_s] * factor[i]
                     fits = abs(x) < HUGE
                     position = position_of(j, tokens)
-                    away = rows.position[i] - position
+                    away = rows.first + rows.token[i] - position
                     x = changed_score(x, rows.shift[i], rows.slope[i], away, options)
                     if not fits:
                         x = NAN
@@ -376,15 +376,16 @@ def decode_float(
         cuda.syncthreads()
 
         rows = Rows(
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, i32),
             cuda.local.array(n_rows, i32),
             cuda.local.array(n_rows, f32),
             cuda.local.array(n_rows, f32),
             queries,
             tokens.length - queries,
         )
-        find_rows(rows, memory.factors, task, tokens, row_count, options, lane)
+        find_rows(rows, task, tokens, row_count, options, lane)
+        factor = cuda.local.array(n_rows, f32)  # of the scores
+        for i in range(n_rows):
+            factor[i] = ptx.load_shared_f32(memory.factors + u32(row_of(lane, i) * 4))
         state = State(
             cuda.local.array(n_rows, f32),
             cuda.local.array(n_rows, f32),
@@ -417,6 +418,7 @@ def decode_float(
                 score_rows(
                     s,
                     state,
+                    factor,
                     constant,
                     rows,
                     memory.maxima,

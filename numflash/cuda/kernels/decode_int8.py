@@ -85,7 +85,6 @@ class State(NamedTuple):
     l: Any
     alpha: Any  # what the sums so far are multiplied by
     weight: Any  # what a block's own sums are multiplied by
-    bad: Any  # int32: BAD where a row attends to a token of the block that is not finite
 
 
 @device_function
@@ -95,10 +94,11 @@ def rounded(x):
 
 
 def make_score_rows(groups: int, ring: bool, changed: bool, changes: Changes) -> Any:
-    """score_rows(s, bad, rows, scales, maxima, start, task, tokens, options, warp, lane).
+    """score_rows(s, rows, scales, memory, start, task, tokens, options, warp, lane) -> bad.
 
     t = round((float32(S) * ck) * cq) in Q8.8, except masked keys; the largest of each row over
-    this warp's keys to `maxima`. A lane without masked keys and NaN is done after the rounding.
+    this warp's keys to `memory.maxima`. A lane without masked keys and NaN is done after the
+    rounding. Bit i of `bad`: the row of group i attends to a token that is not finite.
     """
     position_of, attends = make_position(ring), make_attends(ring, changes.allowed)
     changed_score = changes.score
@@ -106,31 +106,31 @@ def make_score_rows(groups: int, ring: bool, changed: bool, changes: Changes) ->
 
     @device_function
     def finish(x, seen, position, i, rows, options):
-        """t of a score, and BAD where a token that is seen is not finite."""
+        """t of a score, and whether a token that is seen is not finite."""
         t, spoiled = i32(MASKED_SCORE), i32(0)
         if seen and x == x:
             t = rounded(x)
             if changed:
-                away = rows.position[i] - position
+                away = rows.first + rows.token[i] - position
                 x = changed_score(ptx.to_float(t), rows.shift[i], rows.slope[i], away, options)
                 t = rounded(x)
         elif seen:
-            spoiled = i32(BAD)
+            spoiled = i32(1)
         return t, spoiled
 
     @device_function
-    def score_rows(s, bad, rows, scales, maxima, start, task, tokens, options, warp, lane):
+    def score_rows(s, rows, scales, memory, start, task, tokens, options, warp, lane):
         four = cuda.local.array(4, u32)
         x = cuda.local.array(4, f32)
-        key = first_key(lane, warp)
+        key, bad = first_key(lane, warp), i32(0)
         ptx.load_shared_v4(four, 0, scales + u32(key * 4))
         whole = not ring and start + KEY_BLOCK <= min(task.stop, rows.first + new_is_whole)
         for i in range(groups):
+            factor = ptx.load_shared_f32(memory.factors + u32(row_of(lane, i) * 4))
             numbers = f32(0)
-            bad[i] = i32(0)
             for j in range(4):
                 x[j] = ptx.mul(
-                    ptx.mul(ptx.to_float(s[4 * i + j]), ptx.from_bits(four[j])), rows.factor[i]
+                    ptx.mul(ptx.to_float(s[4 * i + j]), ptx.from_bits(four[j])), factor
                 )
                 numbers = ptx.add(numbers, x[j])  # NaN if one is
                 s[4 * i + j] = rounded(x[j])
@@ -138,19 +138,16 @@ def make_score_rows(groups: int, ring: bool, changed: bool, changes: Changes) ->
                 for j in range(4):
                     slot = start + key + j
                     position = position_of(slot, tokens)
-                    seen = whole or attends(
-                        i, slot, position, rows, task, tokens, options.mask
-                    )
+                    seen = whole or attends(i, slot, position, rows, task, tokens, options.mask)
                     s[4 * i + j], spoiled = finish(x[j], seen, position, i, rows, options)
-                    bad[i] |= spoiled
+                    bad |= spoiled << i
             largest = row_max(
-                ptx.imax(
-                    ptx.imax(s[4 * i], s[4 * i + 1]), ptx.imax(s[4 * i + 2], s[4 * i + 3])
-                )
+                ptx.imax(ptx.imax(s[4 * i], s[4 * i + 1]), ptx.imax(s[4 * i + 2], s[4 * i + 3]))
             )
             if lane < GROUP:
                 place = row_of(lane, i) * WARPS + warp
-                ptx.store_shared(maxima + u32(place * 4), u32(largest))
+                ptx.store_shared(memory.maxima + u32(place * 4), u32(largest))
+        return bad
 
     return score_rows
 
@@ -178,14 +175,14 @@ def share_values(ratio, scales, left, warp, lane):
 
 
 def make_weigh(groups: int) -> Any:
-    """weigh(s, state, ratio, memory, warp, lane).
+    """weigh(s, bad, state, ratio, memory, warp, lane).
 
-    The block's octave, weights at that octave and their sums to shared memory, and the whole
+    `bad` is `score_rows`'s. The block's octave, weights at that octave and their sums to shared memory, and the whole
     octaves by which the sums so far shrink. A masked key has weight 0.
     """
 
     @device_function
-    def weigh(s, state, ratio, memory, warp, lane):
+    def weigh(s, bad, state, ratio, memory, warp, lane):
         four = cuda.local.array(4, u32)
         chunk = 2 * warp + (lane >> 4)
         for i in range(groups):
@@ -195,7 +192,7 @@ def make_weigh(groups: int) -> Any:
                 ptx.imax(i32(four[0]), i32(four[1])), ptx.imax(i32(four[2]), i32(four[3]))
             )
             octave = octave_of(largest)
-            total = state.bad[i]
+            total = ((bad >> i) & 1) * i32(BAD)
             for j in range(4):
                 x = weight_p16(s[4 * i + j], octave)
                 total = i32(total + i32(x >> u32(2)))
@@ -322,21 +319,18 @@ def decode_int8(
         cuda.syncthreads()
 
         rows = Rows(
-            cuda.local.array(groups, f32),
-            cuda.local.array(groups, i32),
             cuda.local.array(groups, i32),
             cuda.local.array(groups, f32),
             cuda.local.array(groups, f32),
             queries,
             tokens.length - queries,
         )
-        find_rows(rows, memory.factors, task, tokens, row_count, options, lane)
+        find_rows(rows, task, tokens, row_count, options, lane)
         state = State(
             cuda.local.array(groups, i32),
             cuda.local.array(groups, f32),
             cuda.local.array(groups, f32),
             cuda.local.array(groups, f32),
-            cuda.local.array(groups, i32),
         )
         s = cuda.local.array(n_s, i32)  # scores of four keys
         o = cuda.local.array(n_o, f32)
@@ -360,9 +354,7 @@ def decode_int8(
                 ptx.cp_async_commit()
             here = memory.scales + u32(stage * SCALES)
             multiply_keys(s, qf, at)
-            score_rows(
-                s, state.bad, rows, here, memory.maxima, start, task, tokens, options, warp, lane
-            )
+            bad = score_rows(s, rows, here, memory, start, task, tokens, options, warp, lane)
             largest = share_values(ratio, here, task.stop - start, warp, lane)
 
             cuda.syncthreads()  # everyone is done with these keys, and the maxima are there
@@ -373,7 +365,7 @@ def decode_int8(
                 load_scales(ahead, scales, start + KEY_BLOCK, task.stop, thread)
             if not turing:
                 ptx.cp_async_commit()
-            weigh(s, state, ratio, memory, warp, lane)
+            weigh(s, bad, state, ratio, memory, warp, lane)
             if not turing:
                 wait_but_one()
             cuda.syncthreads()  # values, weights and their sums are there

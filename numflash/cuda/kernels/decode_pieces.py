@@ -213,7 +213,7 @@ def make_load_keys(
                 copy_piece(place, ahead, pages, slot + i * step, stop, c)
             else:
                 copy(place, ahead, address, i32(i * step) < left)
-                address += u64(step) * u64(pages.left)
+                address = ptx.fresh_address(address + u64(step) * u64(pages.left))
 
     # where the column is the thread's own in every turn
     steady = even and THREADS % chunks == 0 and row_bytes & (row_bytes - 1) == 0
@@ -254,7 +254,7 @@ def make_load_channels(channels: int, block_k: int, paged: bool, asynchronous: b
             )
         for i in range(channels // step):
             copy(place, i32(i * step * block_k), address, i32(i * step) < left)
-            address += u64(step * span)
+            address = ptx.fresh_address(address + u64(step * span))
 
     return load_channels
 

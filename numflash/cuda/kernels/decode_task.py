@@ -41,9 +41,7 @@ class Task(NamedTuple):
 class Rows(NamedTuple):
     """The query rows of a thread: local arrays, and what all rows have in common."""
 
-    factor: Any  # of the scores
-    position: Any  # of the row's token
-    token: Any  # its number among the new ones
+    token: Any  # the number of the row's token among the new ones
     shift: Any  # `decode_changes`
     slope: Any
     queries: Any  # new tokens
@@ -106,20 +104,18 @@ def make_find_task(tile_rows: int, paged: bool, ring: bool) -> Any:
 
 
 def make_find_rows(n_rows: int, row_of: Any, option: Any) -> Any:
-    """find_rows(rows: Rows, factors, task, tokens, row_count, options, lane).
+    """find_rows(rows: Rows, task, tokens, row_count, options, lane).
 
     Fills the local arrays of a thread's `n_rows` rows, in the block row_of(lane, i). `option` is
     `decode_changes.Changes.row`.
     """
 
     @device_function
-    def find_rows(rows, factors, task, tokens, row_count, options, lane):
+    def find_rows(rows, task, tokens, row_count, options, lane):
         for i in range(n_rows):
             inside = row_of(lane, i)
             r = task.first_row + inside
-            rows.factor[i] = ptx.load_shared_f32(factors + u32(inside * 4))
             rows.token[i] = remainder(r, rows.queries)
-            rows.position[i] = rows.first + rows.token[i]
             r = min(r, row_count - 1)
             rows.shift[i] = option(options.shift, task.head * row_count + r)
             rows.slope[i] = option(options.slopes, task.kv_head * row_count + r)
@@ -175,9 +171,10 @@ def make_attends(ring: bool, allowed: Any) -> Any:
 
     @device_function
     def attends(i, j, position, rows, task, tokens, mask):
-        seen = j < task.stop and position <= rows.position[i]
+        last = rows.first + rows.token[i]
+        seen = j < task.stop and position <= last
         if ring:
-            seen = seen and (position < tokens.sinks or position > rows.position[i] - tokens.window)
+            seen = seen and (position < tokens.sinks or position > last - tokens.window)
         return seen and allowed(
             mask, task.batch, rows.queries, rows.token[i], position - rows.first
         )
