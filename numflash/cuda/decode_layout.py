@@ -22,7 +22,7 @@ from .device.resident import Card, Emulated
 from .kernels.decode_append import BLOCK
 from .kernels.decode_codes import KEY_PAIR, VALUE_PAIR
 from .kernels.decode_float import decode_float
-from .kernels.decode_int8 import decode_int8
+from .kernels.decode_int8 import decode_int8, resident_blocks
 from .kernels.decode_pieces import LANE_KEYS
 
 if TYPE_CHECKING:
@@ -207,16 +207,19 @@ class Layout:
     def residents(self, rows: int) -> int:
         """Blocks of the decode kernel that a multiprocessor holds at once.
 
-        Reckoned from machine code, not measured on a card: 65536 registers are three blocks of 128
-        threads with up to 168 each, which those of one tile of rows take up to D = 128, else two;
-        and the blocks' shared memory. Options on scores, which the number of splits does not depend
-        on, take some kernels to 184: then two of the three are there.
+        By shared memory and registers, not measured on a card. Integer kernels are compiled for so
+        many blocks. Of floats 65536 registers are three blocks of 128 threads with up to 168 each,
+        which those of one tile of rows take up to D = 128, else two. Options on scores, which the
+        number of splits does not depend on, take more registers: then a block fewer is there.
         """
         tile = self.tile_rows(rows)
-        narrow = tile <= 16 and max(self.padded) <= 128 and self.unified is None
+        if self.exact:
+            most = resident_blocks(*self.padded, tile)
+        else:
+            most = 3 if tile == 16 and max(self.padded) <= 128 and self.unified is None else 2
         arch = self.card.arch
         each = RESERVED + shared_bytes(self, tile)
-        return max(1, min(3 if narrow else 2, (ARCHITECTURES[arch][1] + RESERVED) // each))
+        return max(1, min(most, (ARCHITECTURES[arch][1] + RESERVED) // each))
 
     def serial_tokens(self, batch: int) -> int:
         """No sequence: the number of splits depends on every length."""

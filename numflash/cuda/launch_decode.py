@@ -356,9 +356,7 @@ def _parts(memory: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[np.n
     return [x.reshape(shape) for x, shape in zip(np.split(memory, ends[:-1]), shapes, strict=True)]
 
 
-def _rotation(
-    card: Any, rows: np.ndarray, offset: np.ndarray | None = None
-) -> Callable[[], None]:
+def _rotation(card: Any, rows: np.ndarray, offset: np.ndarray | None = None) -> Callable[[], None]:
     """Enqueues the rotation of a buffer (..., n, D) in place, less an offset (B, Hkv, D)."""
     *_, n, d = rows.shape
     count = rows.size // d

@@ -19,14 +19,14 @@ from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_codes import NUMBER_BITS, make_read_keys, make_read_values
-from .decode_pieces import WARPS, make_finish, spread_of, store_state
+from .decode_pieces import make_finish, spread_of, store_state
 from .pieces import swizzle_of
 
 i32, u32, f32 = types.int32, types.uint32, types.float32
 GROUP = 4  # query rows
 COLUMNS = 8
 P_GROUP = COLUMNS * KEY_BLOCK  # bytes of a group's weights: a row for each column
-KEPT = 256  # channels times tiles of columns: a query of so many stays in registers
+KEPT = 128  # channels times tiles of columns: a query of so many stays in registers
 
 
 class Lane(NamedTuple):
@@ -54,13 +54,13 @@ def column_tiles(groups: int, packed: bool) -> int:
 @device_function
 def row_of(lane, i):
     """A lane's row of group i."""
-    return (lane & 3) + GROUP * i
+    return i32((lane & 3) + GROUP * i)
 
 
 @device_function
 def first_key(lane, warp):
     """The first of a lane's four keys in a tile."""
-    return 32 * warp + 4 * (lane >> 2)
+    return i32(32 * warp + 4 * (lane >> 2))
 
 
 @device_function
@@ -154,7 +154,7 @@ def make_multiply_keys(d: int, groups: int, packed: bool, turing: bool) -> tuple
                     if packed:
                         x = acc[4 * (i >> 1) + 2 * j + (i & 1)] >> NUMBER_BITS
                     else:
-                        x = i32((acc[4 * i + 2 * j] << 7) + acc[4 * i + 2 * j + 1])
+                        x = i32(i32(acc[4 * i + 2 * j] << 7) + acc[4 * i + 2 * j + 1])
                     s[4 * i + 2 * t + j] = x
 
     return load_queries, multiply_keys, words
@@ -187,10 +187,10 @@ def make_add_values(value_tiles: int, groups: int, packed: bool, turing: bool) -
                     mma(acc, 4 * i, va, 4, pb, 2)
             for i in range(groups):
                 for e in range(2):
-                    both = i32(((acc[4 * i + 2 * e] << 8) + acc[4 * i + 2 * e + 1]) >> divide)
+                    both = i32(i32(acc[4 * i + 2 * e] << 8) + acc[4 * i + 2 * e + 1]) >> divide
                     at_o = 2 * (n * groups + i) + e
                     o[at_o] = ptx.add(
-                        ptx.mul(o[at_o], alpha[i]), ptx.mul(ptx.to_float(both), weight[i])
+                        ptx.mul(o[at_o], alpha[i]), ptx.mul(ptx.to_float(i32(both)), weight[i])
                     )
 
     return add_values

@@ -157,7 +157,9 @@ def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes)
     new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
 
     @device_function
-    def score_rows(s, state, factor, constant, rows, maxima, start, task, tokens, options, warp, lane):
+    def score_rows(
+        s, state, factor, constant, rows, maxima, start, task, tokens, options, warp, lane
+    ):
         whole = not ring and start + BLOCK_K <= min(task.stop, rows.first + new_is_whole)
         for i in range(n_rows):
             largest = NOTHING
@@ -380,7 +382,7 @@ def decode_float(
             cuda.local.array(n_rows, f32),
             cuda.local.array(n_rows, f32),
             queries,
-            tokens.length - queries,
+            i32(tokens.length - queries),
         )
         find_rows(rows, task, tokens, row_count, options, lane)
         factor = cuda.local.array(n_rows, f32)  # of the scores

@@ -61,6 +61,7 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 BAD = 1 << 24  # in a sum of weights: a token was seen that was not finite
 VALUE_UNIT = f32(fx.VALUE_UNIT)
 NAN = f32(math.nan)
+RESIDENT = {4: 5, 8: 4, 16: 3, 32: 2}  # blocks of so many rows that registers are divided among
 SCALES = 2 * 4 * KEY_BLOCK  # bytes of the scales of a tile's keys, then of its values
 # of prmt: the high halves of two words; of four halves the high bytes, the low ones
 HIGH_HALVES, HIGH_BYTES, LOW_BYTES = u32(0x7632), u32(0x7531), u32(0x6420)
@@ -111,7 +112,7 @@ def make_score_rows(groups: int, ring: bool, changed: bool, changes: Changes) ->
         if seen and x == x:
             t = rounded(x)
             if changed:
-                away = rows.first + rows.token[i] - position
+                away = i32(i32(rows.first + rows.token[i]) - position)
                 x = changed_score(ptx.to_float(t), rows.shift[i], rows.slope[i], away, options)
                 t = rounded(x)
         elif seen:
@@ -129,18 +130,16 @@ def make_score_rows(groups: int, ring: bool, changed: bool, changes: Changes) ->
             factor = ptx.load_shared_f32(memory.factors + u32(row_of(lane, i) * 4))
             numbers = f32(0)
             for j in range(4):
-                x[j] = ptx.mul(
-                    ptx.mul(ptx.to_float(s[4 * i + j]), ptx.from_bits(four[j])), factor
-                )
+                x[j] = ptx.mul(ptx.mul(ptx.to_float(s[4 * i + j]), ptx.from_bits(four[j])), factor)
                 numbers = ptx.add(numbers, x[j])  # NaN if one is
                 s[4 * i + j] = rounded(x[j])
             if changed or not whole or numbers != numbers:
                 for j in range(4):
-                    slot = start + key + j
+                    slot = i32(start + key + j)
                     position = position_of(slot, tokens)
                     seen = whole or attends(i, slot, position, rows, task, tokens, options.mask)
                     s[4 * i + j], spoiled = finish(x[j], seen, position, i, rows, options)
-                    bad |= spoiled << i
+                    bad = i32(bad | i32(spoiled << i))
             largest = row_max(
                 ptx.imax(ptx.imax(s[4 * i], s[4 * i + 1]), ptx.imax(s[4 * i + 2], s[4 * i + 3]))
             )
@@ -161,7 +160,7 @@ def share_values(ratio, scales, left, warp, lane):
     ptx.load_shared_v4(four, 0, scales + u32((KEY_BLOCK + 4 * lane) * 4))
     largest = f32(0)
     for n in range(4):
-        if 4 * lane + n < left:
+        if i32(4 * lane + n) < left:
             largest = ptx.fmax(largest, ptx.from_bits(four[n]))
     for n in range(5):
         largest = ptx.fmax(largest, ptx.shuffle_xor(largest, u32(1 << n)))
@@ -184,7 +183,7 @@ def make_weigh(groups: int) -> Any:
     @device_function
     def weigh(s, bad, state, ratio, memory, warp, lane):
         four = cuda.local.array(4, u32)
-        chunk = 2 * warp + (lane >> 4)
+        chunk = i32(2 * warp + (lane >> 4))
         for i in range(groups):
             r = row_of(lane, i)
             ptx.load_shared_v4(four, 0, memory.maxima + u32(r * WARPS * 4))
@@ -192,7 +191,7 @@ def make_weigh(groups: int) -> Any:
                 ptx.imax(i32(four[0]), i32(four[1])), ptx.imax(i32(four[2]), i32(four[3]))
             )
             octave = octave_of(largest)
-            total = ((bad >> i) & 1) * i32(BAD)
+            total = i32(i32((bad >> i) & 1) * BAD)
             for j in range(4):
                 x = weight_p16(s[4 * i + j], octave)
                 total = i32(total + i32(x >> u32(2)))
@@ -201,9 +200,7 @@ def make_weigh(groups: int) -> Any:
             back = ptx.prmt(four[2], four[3], HIGH_HALVES)
             column = 2 * (lane & 3)
             at_p = memory.p + u32(i * P_GROUP + column * KEY_BLOCK + 4 * ((lane >> 2) & 3))
-            ptx.store_shared(
-                at_p + u32((chunk ^ column) << 4), ptx.prmt(front, back, HIGH_BYTES)
-            )
+            ptx.store_shared(at_p + u32((chunk ^ column) << 4), ptx.prmt(front, back, HIGH_BYTES))
             ptx.store_shared(
                 at_p + u32(KEY_BLOCK + ((chunk ^ (column + 1)) << 4)),
                 ptx.prmt(front, back, LOW_BYTES) & TWICE_LOW,
@@ -237,6 +234,11 @@ def make_add_sums(groups: int) -> Any:
             state.weight[i] = ptx.mul(state.weight[i], unit)
 
     return add_sums
+
+
+def resident_blocks(d: int, dv: int, tile_rows: int) -> int:
+    """Blocks without options that a multiprocessor is to hold, as far as registers go."""
+    return RESIDENT[tile_rows] - (1 if max(d, dv) > 128 else 0)
 
 
 def decode_int8(
@@ -323,7 +325,7 @@ def decode_int8(
             cuda.local.array(groups, f32),
             cuda.local.array(groups, f32),
             queries,
-            tokens.length - queries,
+            i32(tokens.length - queries),
         )
         find_rows(rows, task, tokens, row_count, options, lane)
         state = State(
@@ -355,14 +357,14 @@ def decode_int8(
             here = memory.scales + u32(stage * SCALES)
             multiply_keys(s, qf, at)
             bad = score_rows(s, rows, here, memory, start, task, tokens, options, warp, lane)
-            largest = share_values(ratio, here, task.stop - start, warp, lane)
+            largest = share_values(ratio, here, i32(task.stop - start), warp, lane)
 
             cuda.syncthreads()  # everyone is done with these keys, and the maxima are there
             stage ^= 1
             if start + KEY_BLOCK < task.stop:
-                load_k(memory.k, keys, start + KEY_BLOCK, task.stop, thread)
+                load_k(memory.k, keys, i32(start + KEY_BLOCK), task.stop, thread)
                 ahead = memory.scales + u32(stage * SCALES)
-                load_scales(ahead, scales, start + KEY_BLOCK, task.stop, thread)
+                load_scales(ahead, scales, i32(start + KEY_BLOCK), task.stop, thread)
             if not turing:
                 ptx.cp_async_commit()
             weigh(s, bad, state, ratio, memory, warp, lane)
@@ -371,11 +373,14 @@ def decode_int8(
             cuda.syncthreads()  # values, weights and their sums are there
             add_sums(state, memory.sums, ptx.mul(largest, VALUE_UNIT), lane)
             add_values(o, state.alpha, state.weight, at)
-            start += KEY_BLOCK
+            start = i32(start + KEY_BLOCK)
 
         for i in range(groups):
             top[i] = ptx.to_float(state.m[i])
         results = find_results(out, m_out, l_out, task, row_count, columns)
         store(results, o, top, state.l, warp, lane)
 
-    return Source(decode, extended(SIGNATURE) if changed else SIGNATURE, THREADS, shared_bytes)
+    blocks = resident_blocks(d, dv, tile_rows)
+    if changed:
+        return Source(decode, extended(SIGNATURE), THREADS, shared_bytes, blocks=blocks - 1)
+    return Source(decode, SIGNATURE, THREADS, shared_bytes, blocks=blocks)

@@ -113,9 +113,7 @@ def make_finish(direct: bool, one: float) -> Any:
     def store_value(to, r, c, x, reciprocal):
         if r < to.rows and c < to.columns:
             place = u64(to.first + r) * u64(to.columns) + u64(c)
-            ptx.store_global_f32(
-                to.out + place * u64(4), ptx.mul(x, reciprocal) if direct else x
-            )
+            ptx.store_global_f32(to.out + place * u64(4), ptx.mul(x, reciprocal) if direct else x)
 
     return reciprocal_of, store_value
 

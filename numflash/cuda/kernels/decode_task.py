@@ -77,7 +77,7 @@ def make_find_task(tile_rows: int, paged: bool, ring: bool) -> Any:
         k_row, v_row, width, shift, window, sinks, ring_slots = sizes[6:]
         number = i32(cuda.blockIdx.x)
         unit = divided(number, splits)
-        split = number - unit * splits
+        split = i32(number - unit * splits)
         tiles = (rows + tile_rows - 1) >> row_shift
         head = divided(unit, tiles)
         first_row = i32((unit - head * tiles) * tile_rows)
@@ -90,14 +90,14 @@ def make_find_task(tile_rows: int, paged: bool, ring: bool) -> Any:
             if length > slots:
                 newest = sinks + remainder(length - 1 - sinks, ring_slots)
         blocks = (slots + KEY_BLOCK - 1) >> block_shift
-        share = divided(blocks + splits - 1, splits) << block_shift
-        start = split * share
+        share = i32(divided(blocks + splits - 1, splits) << block_shift)
+        start = i32(split * share)
         table = tables + u64(b * width) * u64(4) if paged else u64(b)
         return (
-            Task(number, b, g, head, first_row, start, min(start + share, slots)),
+            Task(number, b, g, head, first_row, start, i32(min(start + share, slots))),
             Pages(k + u64(g) * u64(k_head), u64(k_page), table, shift, k_row),
             Pages(v + u64(g) * u64(v_head), u64(v_page), table, shift, v_row),
-            Tokens(length, newest, window, sinks, ring_slots),
+            Tokens(length, i32(newest), window, sinks, ring_slots),
         )
 
     return find_task
@@ -153,10 +153,10 @@ def make_position(ring: bool) -> Any:
         length, newest, _, sinks, ring_slots = tokens
         position = j
         if ring and j >= sinks:
-            behind = newest - j
+            behind = i32(newest - j)
             if behind < 0:
-                behind += ring_slots
-            position = length - 1 - behind
+                behind = i32(behind + ring_slots)
+            position = i32(i32(length - 1) - behind)
         return position
 
     return position_of
@@ -171,12 +171,12 @@ def make_attends(ring: bool, allowed: Any) -> Any:
 
     @device_function
     def attends(i, j, position, rows, task, tokens, mask):
-        last = rows.first + rows.token[i]
+        last = i32(rows.first + rows.token[i])
         seen = j < task.stop and position <= last
         if ring:
-            seen = seen and (position < tokens.sinks or position > last - tokens.window)
+            seen = seen and (position < tokens.sinks or position > i32(last - tokens.window))
         return seen and allowed(
-            mask, task.batch, rows.queries, rows.token[i], position - rows.first
+            mask, task.batch, rows.queries, rows.token[i], i32(position - rows.first)
         )
 
     return attends
