@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_BATCH", "MIN_PAGE", "Append", "Layout", "Plan", "Step", "Store", "make_layout"]
 
 LONGEST = (1 << 31) - 1  # tokens of a sequence
+NO_ROWS = np.zeros((0, 3), np.intp)
 
 
 class Append:
@@ -209,7 +210,7 @@ class Plan:
         tasks = units * splits if splits > 1 else 0
         self.parts = tuple(card.zeros((tasks, tile, *last), F) for last in ((dv,), (), ()))
         self._prepared = Prepared()
-        self.spoiled = np.zeros((0, 3), np.intp)
+        self.spoiled = NO_ROWS
         self.more: tuple[Any, ...] = ()  # pointers and factors of the options
         self.cap: tuple[np.float32, ...] = ()
 
@@ -347,7 +348,8 @@ class Plan:
     def inspect(self, out: np.ndarray) -> None:
         """Note the rows to be done again."""
         if not self.layout.exact:
-            self.spoiled = np.argwhere(~np.isfinite(out).all(-1))
+            good = np.isfinite(out)
+            self.spoiled = NO_ROWS if good.all() else np.argwhere(~good.all(-1))
 
 
 def _parts(memory: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:

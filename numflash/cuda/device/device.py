@@ -13,7 +13,7 @@ import functools
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,19 @@ def words_of(parameter: str) -> tuple[str, ...]:
     )
 
 
+class ParameterBlock(NamedTuple):
+    """The parameters of a launch: their values, pointers to them, and where those lie."""
+
+    values: list[Any]
+    pointers: Any
+    at: int
+
+    def fill(self, arguments: Sequence[Any]) -> None:
+        """Device pointers and numbers."""
+        for slot, value in zip(self.values, arguments, strict=True):
+            slot.value = value
+
+
 class Kernel:
     """A cubin loaded into the current context.
 
@@ -74,25 +87,34 @@ class Kernel:
             check(driver, driver.cuFuncSetAttribute(self._function, attribute, item.shared_bytes))
         self._local = threading.local()
 
-    def _block(self) -> tuple[list[Any], Any, int]:
+    def _block(self) -> ParameterBlock:
         values: list[Any] = [_CTYPES[t](0) for p in self.item.parameters for t in words_of(p)]
         # with a null after the last, which marks their end for tools that read them
         pointers = (ctypes.c_void_p * (len(values) + 1))(*map(ctypes.addressof, values), None)
-        self._local.block = values, pointers, ctypes.addressof(pointers)
-        return self._local.block
+        return ParameterBlock(values, pointers, ctypes.addressof(pointers))
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
         """Launch with device pointers and numbers as arguments."""
-        block = getattr(self._local, "block", None) or self._block()
-        for slot, value in zip(block[0], arguments, strict=True):
-            slot.value = value
+        block = getattr(self._local, "block", None)
+        if block is None:
+            block = self._local.block = self._block()
+        block.fill(arguments)
+        self._launch(grid, stream, block)
+
+    def bound(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> Callable[[], None]:
+        """A function that launches with these arguments, in a parameter block of their own."""
+        block = self._block()
+        block.fill(arguments)
+        return functools.partial(self._launch, grid, stream, block)
+
+    def _launch(self, grid: tuple[int, int, int], stream: int, block: ParameterBlock) -> None:
         item, d = self.item, self._driver
         if item.cluster == 1:
             launched = d.cuLaunchKernel(
-                self._function, *grid, item.threads, 1, 1, item.shared_bytes, stream, block[2], 0
+                self._function, *grid, item.threads, 1, 1, item.shared_bytes, stream, block.at, 0
             )
         else:
-            launched = d.cuLaunchKernelEx(self._config(grid, stream), self._function, block[2], 0)
+            launched = d.cuLaunchKernelEx(self._config(grid, stream), self._function, block.at, 0)
         if launched[0]:
             check(d, launched)
 

@@ -247,13 +247,14 @@ class Card:
         """
         kernel = self.device.kernel(compiled(factory, self.arch, "cubin", **constants))
         flat = [x for group in args for x in (group if isinstance(group, tuple) else (group,))]
-        numbers = [x.ctypes.data if isinstance(x, np.ndarray) else x for x in flat]
+        numbers = (x.ctypes.data if isinstance(x, np.ndarray) else x for x in flat)
+        bound = kernel.bound(blocks, self.stream, *numbers)
 
         def launch() -> None:
             if not self._rehearsing:
                 with self.device.active():
                     self._after_copies()
-                    kernel(blocks, self.stream, *numbers)
+                    bound()
 
         return launch
 
