@@ -22,7 +22,7 @@ from .device.resident import Card, Emulated
 from .kernels.decode_append import BLOCK
 from .kernels.decode_codes import KEY_PAIR, VALUE_PAIR
 from .kernels.decode_float import decode_float
-from .kernels.decode_int8 import decode_int8
+from .kernels.decode_int8 import decode_int8, resident_blocks
 from .kernels.decode_pieces import LANE_KEYS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ RESERVED = 1024  # bytes of shared memory that the system takes for each block, 
 # slots of a ring that never turns, and of a sequence's page where it has but one
 UNLIMITED = 1 << 30
 HEAD_DIMS = (32, 64, 96, 128, 256)
-WHOLE_DIMS = (64, 128, 256)  # of integer keys: whole swizzles; of INT4 values: pairs of tiles
+WHOLE_DIMS = (64, 128, 256)  # of integers: whole swizzles, whole tiles of channels for each warp
 SOURCES = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
 MAX_BATCH = 65535  # blocks along an axis of the grid
 
@@ -176,23 +176,25 @@ class Layout:
         ]
         return tuple(n for head in heads for n in (self.kv_heads * head, head))
 
-    def row_tiles(self, rows: int, changed: bool = False) -> int:
-        """Tiles of 16 query rows per block; two where the registers hold them.
+    def tile_rows(self, rows: int, changed: bool = False) -> int:
+        """Query rows per block: integers take 4 or 8 where that is all, floats 16; 32 where the
+        registers hold them.
 
         Of integers they do not with options: the compiler leaves a loop over so many rows as it is,
         and what a loop's counter indexes is no register.
         """
+        if self.exact and rows <= 8:
+            return 4 if rows <= 4 else 8
         registers = max(self.padded) <= 128 and self.unified is None
-        return 2 if rows > 16 and registers and not (changed and self.exact) else 1
+        return 32 if rows > 16 and registers and not (changed and self.exact) else 16
 
     @property
     def padded(self) -> tuple[int, int]:
         """The head sizes that the kernels are built for."""
-        keys = WHOLE_DIMS if self.exact else HEAD_DIMS
-        values = WHOLE_DIMS if self.packed else HEAD_DIMS
+        sizes = WHOLE_DIMS if self.exact else HEAD_DIMS
         return (
-            next(n for n in keys if n >= self.head_dim),
-            next(n for n in values if n >= self.value_dim),
+            next(n for n in sizes if n >= self.head_dim),
+            next(n for n in sizes if n >= self.value_dim),
         )
 
     def call(self, longest: int, batch: int) -> tuple[int, int]:
@@ -205,16 +207,19 @@ class Layout:
     def residents(self, rows: int) -> int:
         """Blocks of the decode kernel that a multiprocessor holds at once.
 
-        Reckoned from machine code, not measured on a card: 65536 registers are three blocks of 128
-        threads with up to 168 each, which those of one tile of rows take up to D = 128, else two;
-        and the blocks' shared memory. Options on scores, which the number of splits does not depend
-        on, take some kernels to 184: then two of the three are there.
+        By shared memory and registers, not measured on a card. Integer kernels are compiled for so
+        many blocks. Of floats 65536 registers are three blocks of 128 threads with up to 168 each,
+        which those of one tile of rows take up to D = 128, else two. Options on scores, which the
+        number of splits does not depend on, take more registers: then a block fewer is there.
         """
-        tiles = self.row_tiles(rows)
-        narrow = tiles == 1 and max(self.padded) <= 128 and self.unified is None
+        tile = self.tile_rows(rows)
+        if self.exact:
+            most = resident_blocks(*self.padded, tile)
+        else:
+            most = 3 if tile == 16 and max(self.padded) <= 128 and self.unified is None else 2
         arch = self.card.arch
-        each = RESERVED + shared_bytes(self, tiles)
-        return max(1, min(3 if narrow else 2, (ARCHITECTURES[arch][1] + RESERVED) // each))
+        each = RESERVED + shared_bytes(self, tile)
+        return max(1, min(most, (ARCHITECTURES[arch][1] + RESERVED) // each))
 
     def serial_tokens(self, batch: int) -> int:
         """No sequence: the number of splits depends on every length."""
@@ -224,7 +229,7 @@ class Layout:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""
         if blocks * KEY_BLOCK <= SHORT_CONTEXT:
             return 1
-        units = batch * self.kv_heads * -(-rows // (16 * self.row_tiles(rows)))
+        units = batch * self.kv_heads * -(-rows // self.tile_rows(rows))
         return split_count(units, blocks, workers * self.residents(rows))
 
     def tokens(self, x: np.ndarray) -> np.ndarray:
@@ -404,7 +409,7 @@ def make_layout(settings: Settings) -> Layout:
         unified=settings.unified_max,
         rotate=settings.rotate,
     )
-    needed, there = shared_bytes(layout, layout.row_tiles(MAX_BATCH)), ARCHITECTURES[card.arch][1]
+    needed, there = shared_bytes(layout, layout.tile_rows(MAX_BATCH)), ARCHITECTURES[card.arch][1]
     if needed > there:
         raise UnsupportedError(
             f"head_dim: got {settings.head_dim} and value_dim {settings.value_dim} with dtype {dtype!r}, "
@@ -413,9 +418,13 @@ def make_layout(settings: Settings) -> Layout:
     return layout
 
 
-def shared_bytes(layout: Layout, tiles: int) -> int:
-    """Shared memory of the decode kernel for `tiles` tiles of query rows."""
-    sizes = {"row_tiles": tiles, "turing": layout.card.arch == "sm_75"}
+def shared_bytes(layout: Layout, tile_rows: int) -> int:
+    """Shared memory of the decode kernel for so many query rows of a block."""
+    turing = layout.card.arch == "sm_75"
     if layout.exact:
-        return decode_int8(*layout.padded, packed=layout.packed, **sizes).shared_bytes
-    return decode_float(*layout.padded, dtype=layout.dtype, **sizes).shared_bytes
+        return decode_int8(
+            *layout.padded, tile_rows, packed=layout.packed, turing=turing
+        ).shared_bytes
+    return decode_float(
+        *layout.padded, tile_rows // 16, dtype=layout.dtype, turing=turing
+    ).shared_bytes

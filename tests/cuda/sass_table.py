@@ -129,13 +129,15 @@ def variants(arch):
                     **options,
                 },
             )
-            if d in CHANNELS and "unified" not in options:
-                changes = ({}, {"changed": True}) if rows == 1 else ({},)
-                # a T4's shared memory does not hold bytes of 256 channels
-                storages = (True,) if turing and d == 256 else (False, True)
-                for packed, changed in itertools.product(storages, changes):
-                    sizes = {"d": d, "dv": d, "row_tiles": rows, "packed": packed}
-                    yield decode_int8, {**sizes, "turing": turing, **options, **changed}
+    for d, rows, options in itertools.product(CHANNELS, (4, 8, 16, 32), caches):
+        if rows == 32 and d == 256:
+            continue
+        changes = ({},) if rows == 32 else ({}, {"changed": True})
+        # a T4's shared memory does not hold bytes of 256 channels
+        storages = (True,) if turing and d == 256 else (False, True)
+        for packed, changed in itertools.product(storages, changes):
+            sizes = {"d": d, "dv": d, "tile_rows": rows, "packed": packed}
+            yield decode_int8, {**sizes, "turing": turing, **options, **changed}
     for d, dtype in itertools.product((64, 128, 256), (*dtypes, "int8", "int4")):
         yield (
             decode_append,
@@ -154,8 +156,8 @@ def variants(arch):
         sizes = {"d": d, "dv": d, "smooth": True}
         yield int8_quantize, {**sizes, "width": d, "source": dtype}
         yield int8_results, {**sizes, "dtype": dtype, "sinks": True}
-    for d, rows, exact in itertools.product(CUDA_HEAD_DIMS, (1, 2), (False, True)):
-        yield decode_combine, {"dv": d, "row_tiles": rows, "exact": exact}
+    for d, exact in itertools.product(CUDA_HEAD_DIMS, (False, True)):
+        yield decode_combine, {"dv": d, "tile_rows": 16, "exact": exact}
 
 
 def found(factory, arch, constants):

@@ -23,7 +23,7 @@ from numflash.cuda.validate import build, kernels
 from numflash.cuda.validate.cases import problem_of
 from numflash.errors import UnsupportedError
 
-SMALL = {"dv": 32, "row_tiles": 1, "exact": False}
+SMALL = {"dv": 32, "tile_rows": 16, "exact": False}
 
 
 def key_of(factory, arch, constants):
@@ -165,7 +165,7 @@ import numflash.cuda
 from numflash.cuda.compile import compiled
 from numflash.cuda.kernels.decode_combine import decode_combine
 try:
-    compiled(decode_combine, "sm_80", "cubin", dv=32, row_tiles=1, exact=False)
+    compiled(decode_combine, "sm_80", "cubin", dv=32, tile_rows=16, exact=False)
 except numflash.errors.UnsupportedError as error:
     print(error)
 """

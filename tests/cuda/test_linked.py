@@ -145,7 +145,7 @@ def of_each_factory(arch):
 
 @pytest.mark.slow
 def test_small_kernels():
-    same_down_to_machine_code(decode_combine, "sm_80", dv=64, row_tiles=1, exact=False)
+    same_down_to_machine_code(decode_combine, "sm_80", dv=64, tile_rows=16, exact=False)
     same_down_to_machine_code(
         decode_append, "sm_90a", d=64, dv=64, source="float32", dtype="int8", paged=True
     )  # fmt: skip

@@ -265,8 +265,10 @@ def place(which, register, part, per_word, lane):
         (ptx.mma_turing_f16, np.float16, np.float16, 16, (4, 2)),
         (ptx.mma_s8, np.int8, np.int8, 32, (4, 2)),
         (ptx.mma_u8s8, np.uint8, np.int8, 32, (4, 2)),
+        (ptx.mma_s8u8, np.int8, np.uint8, 32, (4, 2)),
         (ptx.mma_turing_s8, np.int8, np.int8, 32, (4, 2)),
         (ptx.mma_turing_u8s8, np.uint8, np.int8, 32, (4, 2)),
+        (ptx.mma_turing_s8u8, np.int8, np.uint8, 32, (4, 2)),
         (ptx.mma_tf32, np.float32, np.float32, 8, (4, 2)),
     ],
 )
@@ -292,10 +294,10 @@ def test_products(operation, kind, other, k, registers):
     na, nb = registers
     rng = np.random.default_rng(2)
     if integer:
-        A = rng.integers(
-            0 if kind == np.uint8 else -128, 256 if kind == np.uint8 else 128, (16, k)
-        ).astype(kind)
-        B = rng.integers(-128, 128, (8, k)).astype(other)
+        A, B = (
+            rng.integers(np.iinfo(t).min, np.iinfo(t).max + 1, (n, k)).astype(t)
+            for n, t in ((16, kind), (8, other))
+        )
         C = rng.integers(-(10**6), 10**6, (16, 8)).astype(np.int32)
         expected = A.astype(np.int64) @ B.astype(np.int64).T + C
     else:

@@ -66,6 +66,11 @@ class Parameters:
         self._pointers = kind(*map(ctypes.addressof, self.slots), None)
         self.address = ctypes.addressof(self._pointers)
 
+    def fill(self, arguments: Sequence[Any]) -> None:
+        """Device pointers and numbers."""
+        for slot, value in zip(self.slots, arguments, strict=True):
+            slot.value = value
+
 
 class Kernel:
     """A cubin loaded into the current context.
@@ -94,9 +99,14 @@ class Kernel:
         block = getattr(self._local, "block", None)
         if block is None:
             block = self._local.block = self.parameters()
-        for slot, value in zip(block.slots, arguments, strict=True):
-            slot.value = value
+        block.fill(arguments)
         self.launch(grid, stream, block)
+
+    def bound(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> Callable[[], None]:
+        """A function that launches with these arguments, in a parameter block of their own."""
+        block = self.parameters()
+        block.fill(arguments)
+        return functools.partial(self.launch, grid, stream, block)
 
     def launch(self, grid: tuple[int, int, int], stream: int, block: Parameters) -> None:
         """Launch with the numbers of a parameter block, which are read before this returns."""

@@ -97,8 +97,7 @@ class Recorded:
     def _block(self) -> Any:
         """The parameters of a thread: what is the same in every launch is written once."""
         block = self._local.block = self.kernel.parameters()
-        for slot, value in zip(block.slots, self._numbers, strict=True):
-            slot.value = value
+        block.fill(self._numbers)
         return block
 
     def enqueue(self, bases: Sequence[int], stream: int, captured: bool) -> None:

@@ -47,8 +47,12 @@ class Emulated:
         self.uploaded += x.nbytes
         to[...] = x
 
+    def send(self, to: np.ndarray, x: np.ndarray) -> None:
+        """A pinned array to a buffer, in the order of the kernels."""
+        self.upload(to, x)
+
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A host array that a captured step reads or writes."""
+        """A host array that copies in the kernels' order read or write."""
         return np.zeros(shape, dtype)
 
     def fetch(self, x: np.ndarray, to: np.ndarray) -> None:
@@ -78,6 +82,16 @@ class Emulated:
             emulate(compiled(factory, self.arch, "ptx", **constants), blocks, None, list(args))
         )
 
+    def prepared(
+        self,
+        factory: Callable,
+        constants: dict[str, Any],
+        blocks: tuple[int, int, int],
+        args: tuple[Any, ...],
+    ) -> Callable[[], None]:
+        """The launch, to be repeated."""
+        return lambda: self.run(factory, constants, blocks, args)
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """`work` itself, to be run again."""
         return work
@@ -91,7 +105,8 @@ class Card:
     its own.
 
     One stream is for copies to it, one for kernels, after "Detailed Processing Flow" of the T4
-    architecture (docs/sources.md).
+    architecture (docs/sources.md). A step's query and token, which its kernels wait for, go in the
+    kernels' stream (`send`).
 
     The streams wait for each other by events, on the card: kernels for the copies made before them,
     copies for the kernels before them, which may still be reading the buffers. The host waits only
@@ -159,6 +174,17 @@ class Card:
             )
         self._computing, self._uploading = False, True
 
+    def send(self, to: np.ndarray, x: np.ndarray) -> None:
+        """Enqueue a copy of a pinned array to a buffer, in the kernels' stream: what is small and
+        needed at once waits for no other stream.
+        """
+        if self._rehearsing:
+            return
+        d = self.device.driver
+        with self.device.active():
+            self._after_copies()
+            check(d, d.cuMemcpyHtoDAsync(to.ctypes.data, x.ctypes.data, x.nbytes, self.stream))
+
     def _after_copies(self) -> None:
         if self._uploading:
             d = self.device.driver
@@ -206,14 +232,31 @@ class Card:
 
         `args` holds buffers, passed as their addresses, numbers, and tuples of these.
         """
+        self.prepared(factory, constants, blocks, args)()
+
+    def prepared(
+        self,
+        factory: Callable,
+        constants: dict[str, Any],
+        blocks: tuple[int, int, int],
+        args: tuple[Any, ...],
+    ) -> Callable[[], None]:
+        """A function that enqueues the kernel, which is loaded, and does nothing else again.
+
+        It holds no buffer: its caller does.
+        """
         kernel = self.device.kernel(compiled(factory, self.arch, "cubin", **constants))
-        if self._rehearsing:
-            return
         flat = [x for group in args for x in (group if isinstance(group, tuple) else (group,))]
         numbers = (x.ctypes.data if isinstance(x, np.ndarray) else x for x in flat)
-        with self.device.active():
-            self._after_copies()
-            kernel(blocks, self.stream, *numbers)
+        bound = kernel.bound(blocks, self.stream, *numbers)
+
+        def launch() -> None:
+            if not self._rehearsing:
+                with self.device.active():
+                    self._after_copies()
+                    bound()
+
+        return launch
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """What `work` enqueues, as one CUDA graph.
@@ -262,7 +305,8 @@ class Card:
         """Wait for everything enqueued."""
         d = self.device.driver
         with self.device.active(), Uncaptured(d):
-            check(d, d.cuStreamSynchronize(self.copies))
+            if self._uploading:  # else the kernels' stream has waited for them
+                check(d, d.cuStreamSynchronize(self.copies))
             check(d, d.cuStreamSynchronize(self.stream))
         self._uploading = self._computing = False
 

@@ -253,18 +253,19 @@ mma = {
 mma_f16_accumulate = _mma("m16n8k16", "f16", "f16", "f16", 4, 2, 2, u32)
 mma_s8 = _mma("m16n8k32", "s32", "s8", "s8", 4, 2, 4, i32)
 mma_u8s8 = _mma("m16n8k32", "s32", "u8", "s8", 4, 2, 4, i32)
+mma_s8u8 = _mma("m16n8k32", "s32", "s8", "u8", 4, 2, 4, i32)
 mma_tf32 = _mma(
     "m16n8k8", "f32", "tf32", "tf32", 4, 2, 4, f32
 )  # the low 13 bits of an operand are not read
 
 
-def _mma_turing(a: str) -> Any:
+def _mma_turing(a: str, b: str = "s8") -> Any:
     """An m16n8k32 product of bytes as four m8n8k16 (the only shape of sm_75).
 
     Each multiplies half of the rows by half of k.
     """
     text = "".join(
-        f"mma.sync.aligned.m8n8k16.row.col.s32.{a}.s8.s32 {{<d.{2 * r}>, <d.{2 * r + 1}>}}, {{<a.{r + 2 * h}>}}, "
+        f"mma.sync.aligned.m8n8k16.row.col.s32.{a}.{b}.s32 {{<d.{2 * r}>, <d.{2 * r + 1}>}}, {{<a.{r + 2 * h}>}}, "
         f"{{<b.{h}>}}, {{<d.{2 * r}>, <d.{2 * r + 1}>}};\n"
         for r in range(2)
         for h in range(2)
@@ -293,6 +294,7 @@ def products(dtype: str, turing: bool) -> tuple[Any, Any]:
 
 mma_turing_s8 = _mma_turing("s8")
 mma_turing_u8s8 = _mma_turing("u8")
+mma_turing_s8u8 = _mma_turing("s8", "u8")
 
 
 # ---- Hopper: mbarrier (9.7.13.15), TMA (9.7.9.27), wgmma (9.7.15), setmaxnreg (9.7.19.5)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...numerics import fixedpoint as fx
+from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_pieces import NO_SCALE
@@ -30,61 +31,53 @@ def numbers(word, high):
     return u32(((word if high else word << u32(4)) & u32(0xF0F0F0F0)) ^ u32(0x88888888))
 
 
-def make_key_fragments(d: int, packed: bool) -> Any:
-    """key_fragments(kb, codes, at, chunk, step, n): the operand kb of 32 channels, step by step,
-    and 16 keys, n = 0 or 1.
+def make_read_keys(packed: bool) -> Any:
+    """read_keys(ka, at, chunk, pair): operands of 16 keys and 64 channels, the pair-th ones.
 
-    at, chunk : this lane's row of a swizzled tile and the place of its first chunk
-    codes : 8 words that are kept from an even step to the next: a chunk has the codes of a step
-    """
-    row_bytes = d // 2 if packed else d
-
-    @device_function
-    def fragments_of_bytes(kb, codes, at, chunk, step, n):
-        ptx.ldmatrix(kb, 0, at + u32(16 * n * row_bytes) + ((chunk ^ u32(2 * step)) << u32(4)))
-
-    @device_function
-    def fragments_of_codes(kb, codes, at, chunk, step, n):
-        if step & 1 == 0:
-            ptx.ldmatrix(
-                codes, 4 * n, at + u32(16 * n * row_bytes) + ((chunk ^ u32(step)) << u32(4))
-            )
-        for keys in range(2):
-            word = codes[4 * n + 2 * keys + (step & 1)]
-            kb[2 * keys] = numbers(word, False)
-            kb[2 * keys + 1] = numbers(word, True)
-
-    return fragments_of_codes if packed else fragments_of_bytes
-
-
-def make_value_fragments(value_tiles: int, block_k: int, packed: bool) -> Any:
-    """value_fragments(kb, codes, tile, warp, n, half, lane): the operand kb of the 8 channels of
-    the warp's value tile n and 64 keys, half = 0 or 1.
-
-    codes : 8 words that are kept from an even value tile to the next
+    ka : 4 words for 32 channels, then for the next 32
+    at, chunk : this lane's row of a tile and the place of its first chunk
     """
 
     @device_function
-    def read(d, place, tile, row, half, lane):
-        ptx.ldmatrix(  # four matrices of 8 rows and 16 bytes
-            d,
-            place,
-            tile + u32(row * block_k) + (u32((4 * half + (lane >> 3)) ^ (lane & 7)) << u32(4)),
-        )
+    def read_bytes(ka, at, chunk, pair):
+        for step in range(2):
+            ptx.ldmatrix(ka, 4 * step, at + ((chunk ^ u32(4 * pair + 2 * step)) << u32(4)))
 
     @device_function
-    def fragments_of_bytes(kb, codes, tile, warp, n, half, lane):
-        read(kb, 0, tile, (warp * value_tiles + n) * 8 + (lane & 7), half, lane)
+    def read_codes(ka, at, chunk, pair):
+        codes = cuda.local.array(4, u32)
+        ptx.ldmatrix(codes, 0, at + ((chunk ^ u32(2 * pair)) << u32(4)))
+        for i in range(4):  # 8 keys of 32 channels: the first 16 are low halves
+            ka[4 * (i >> 1) + (i & 1)] = numbers(codes[i], False)
+            ka[4 * (i >> 1) + (i & 1) + 2] = numbers(codes[i], True)
+
+    return read_codes if packed else read_bytes
+
+
+def make_read_values(packed: bool) -> Any:
+    """read_values(va, at, chunk, n, half): operands of 16 channels, the warp's n-th ones, and 64
+    keys, half = 0 or 1.
+
+    va : 4 words for 32 keys, then for the next 32
+    at, chunk : this lane's row of a tile and the place of its first chunk
+    """
 
     @device_function
-    def fragments_of_codes(kb, codes, tile, warp, n, half, lane):
-        if n & 1 == 0:
-            row = (warp * (value_tiles // 2) + n // 2) * VALUE_PAIR + (lane & 7)
-            read(codes, 4 * half, tile, row, half, lane)
-        for i in range(4):
-            kb[i] = numbers(codes[4 * half + i], n & 1 == 1)
+    def read_bytes(va, at, chunk, n, half):
+        at += u32(16 * n * KEY_BLOCK)
+        for step in range(2):
+            ptx.ldmatrix(va, 4 * step, at + ((chunk ^ u32(4 * half + 2 * step)) << u32(4)))
 
-    return fragments_of_codes if packed else fragments_of_bytes
+    @device_function
+    def read_codes(va, at, chunk, n, half):
+        codes = cuda.local.array(4, u32)
+        at += u32(VALUE_PAIR * n * KEY_BLOCK)
+        ptx.ldmatrix(codes, 0, at + ((chunk ^ u32(4 * half)) << u32(4)))
+        for i in range(4):  # 16 keys: the first 8 channels are low halves
+            va[2 * i] = numbers(codes[i], False)
+            va[2 * i + 1] = numbers(codes[i], True)
+
+    return read_codes if packed else read_bytes
 
 
 @device_function

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from ...numerics import fixedpoint as fx
 from ..compile import Source
-from ..compile.target import cuda, types
+from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_pieces import THREADS, WARPS, divided
 from .int8_softmax import power
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
+AHEAD = 16  # partial outputs that are on their way together
+SHARED = 4 * (2 * THREADS + WARPS)
 
 # pointers: partial outputs, m and l of all tasks; out (B, Hkv, rows, Dv), m and l (B, Hkv, rows);
 # float32
@@ -22,68 +24,89 @@ i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 SIGNATURE = types.void(types.UniTuple(u64, 6), types.UniTuple(i32, 3))
 
 
-def decode_combine(dv: int, row_tiles: int, exact: bool) -> Source:
-    """The kernel that merges the splits of `decode_int8` or `decode_float`.
+@device_function
+def block_max(x, at, thread):
+    """The largest of all threads; `at` has a float32 for each warp."""
+    for n in range(5):
+        x = ptx.fmax(x, ptx.shuffle_xor(x, u32(1 << n)))
+    if thread & 31 == 0:
+        ptx.store_shared_f32(at + u32(4 * (thread >> 5)), x)
+    cuda.syncthreads()
+    for w in range(WARPS):
+        x = ptx.fmax(x, ptx.load_shared_f32(at + u32(4 * w)))
+    return x
+
+
+def decode_combine(dv: int, tile_rows: int, exact: bool) -> Source:
+    """The kernel that merges the splits of `decode_int8` or `decode_float`: partial outputs (task,
+    tile_rows, dv), m and l (task, tile_rows).
 
     exact : for `decode_int8`, whose factors are powers of two; each operation is rounded once
 
-    One block for 16 rows of a query tile and 32 of its dv padded channels, four values per thread,
-    as the tensor cores left them.
+    One block for a row. Its threads have a split each while they make the splits' shares, then a
+    channel each, or two.
     """
-    value_tiles, tile_rows = dv // 8 // WARPS, 16 * row_tiles
+    per_thread = (dv + THREADS - 1) // THREADS
     one = f32(fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT if exact else 1)
 
     def combine(pointers, sizes):
         o_part, m_part, l_part, out, m_out, l_out = pointers
         rows, splits, columns = sizes
         thread = i32(cuda.threadIdx.x)
-        lane, warp = thread & 31, thread >> 5
-        block = i32(cuda.blockIdx.x)
-        unit = divided(block, value_tiles * row_tiles)
-        block -= unit * (value_tiles * row_tiles)
-        t = divided(block, value_tiles)
-        n = block - t * value_tiles
-        groups = divided(rows + tile_rows - 1, tile_rows)
-        head = divided(unit, groups)
-        first_row = (unit - head * groups) * tile_rows
-        part = cuda.local.array(4, u32)
-        sums = cuda.local.array(4, f32)
-        top = cuda.local.array(2, f32)
-        total = cuda.local.array(2, f32)
-        share = cuda.local.array(2, f32)
-        state = u64(unit * splits * tile_rows + 16 * t + (lane >> 2)) * u64(4)
-        for h in range(2):
-            top[h], total[h] = ptx.load_global_f32(m_part + state + u64(32 * h)), f32(-0.0)
-        for e in range(4):
-            sums[e] = f32(-0.0)  # -0 + x is x, also for x = -0
-        for i in range(1, splits):
-            for h in range(2):
-                top[h] = ptx.fmax(
-                    top[h], ptx.load_global_f32(m_part + state + u64(i * tile_rows * 4 + 32 * h))
-                )
-        for i in range(splits):
-            for h in range(2):
-                at = state + u64(i * tile_rows * 4 + 32 * h)
+        shared = ptx.shared_address(cuda.shared.array(0, u32))
+        ls, warps = shared + u32(4 * THREADS), shared + u32(8 * THREADS)
+        row = i32(cuda.blockIdx.x)
+        head = divided(row, rows)
+        inside = row - head * rows
+        tiles = divided(rows + tile_rows - 1, tile_rows)
+        tile = divided(inside, tile_rows)
+        # the row in the first of its tasks; those of the next splits are a tile farther each
+        first = (head * tiles + tile) * splits * tile_rows + inside - tile * tile_rows
+        part = cuda.local.array(AHEAD, f32)
+        sums = cuda.local.array(per_thread, f32)
+        top = ptx.load_global_f32(m_part + u64(first) * u64(4))
+        for i in range(thread, splits, THREADS):
+            top = ptx.fmax(top, ptx.load_global_f32(m_part + u64(first + i * tile_rows) * u64(4)))
+        top = block_max(top, warps, thread)
+        total = f32(-0.0)  # -0 + x is x, also for x = -0
+        for t in range(per_thread):
+            sums[t] = f32(-0.0)
+        for start in range(0, splits, THREADS):
+            if start > 0:
+                cuda.syncthreads()
+            if start + thread < splits:
+                at = u64(first + (start + thread) * tile_rows) * u64(4)
                 m = ptx.load_global_f32(m_part + at)
-                share[h] = power(ptx.to_int(ptx.sub(top[h], m))) if exact else ptx.ex2(m - top[h])
-                total[h] = ptx.add(total[h], ptx.mul(ptx.load_global_f32(l_part + at), share[h]))
-            place = (((unit * splits + i) * row_tiles + t) * WARPS + warp) * value_tiles + n
-            ptx.load_global_v4(part, 0, o_part + u64(place * 32 + lane) * u64(16))
-            for e in range(4):
-                sums[e] = ptx.add(sums[e], ptx.mul(ptx.from_bits(part[e]), share[e >> 1]))
-        for h in range(2):
-            r = first_row + 16 * t + (lane >> 2) + 8 * h
-            reciprocal = f32(0) if total[h] == f32(0) else ptx.div(one, total[h])
-            if r < rows:
-                if n == 0 and warp == 0 and lane & 3 == 0:
-                    ptx.store_global_f32(m_out + u64(head * rows + r) * u64(4), top[h])
-                    ptx.store_global_f32(l_out + u64(head * rows + r) * u64(4), total[h])
-                for e in range(2):
-                    c = 8 * (warp * value_tiles + n) + 2 * (lane & 3) + e
-                    if c < columns:
-                        ptx.store_global_f32(
-                            out + u64((head * rows + r) * columns + c) * u64(4),
-                            ptx.mul(sums[2 * h + e], reciprocal),
+                share = power(ptx.to_int(ptx.sub(top, m))) if exact else ptx.ex2(m - top)
+                l = ptx.mul(ptx.load_global_f32(l_part + at), share)
+                ptx.store_shared_f32(shared + u32(4 * thread), share)
+                ptx.store_shared_f32(ls + u32(4 * thread), l)
+            cuda.syncthreads()
+            stop = min(splits - start, THREADS)
+            for i in range(stop):
+                total = ptx.add(total, ptx.load_shared_f32(ls + u32(4 * i)))
+            for t in range(per_thread):
+                c = min(thread + t * THREADS, dv - 1)
+                for i in range(0, stop, AHEAD):
+                    for n in range(AHEAD):
+                        task = first + (start + min(i + n, stop - 1)) * tile_rows
+                        part[n] = ptx.load_global_f32(
+                            o_part + (u64(task) * u64(dv) + u64(c)) * u64(4)
                         )
+                    for n in range(AHEAD):
+                        if i + n < stop:
+                            share = ptx.load_shared_f32(shared + u32(4 * (i + n)))
+                            sums[t] = ptx.add(sums[t], ptx.mul(part[n], share))
+        if thread == 0:
+            ptx.store_global_f32(m_out + u64(row) * u64(4), top)
+            ptx.store_global_f32(l_out + u64(row) * u64(4), total)
+        reciprocal = f32(0) if total == f32(0) else ptx.div(one, total)
+        for t in range(per_thread):
+            c = thread + t * THREADS
+            if c < columns:
+                ptx.store_global_f32(
+                    out + (u64(row) * u64(columns) + u64(c)) * u64(4),
+                    ptx.mul(sums[t], reciprocal),
+                )
 
-    return Source(combine, SIGNATURE, THREADS)
+    return Source(combine, SIGNATURE, THREADS, SHARED)

@@ -27,15 +27,15 @@ from .decode_pieces import (
     NOTHING,
     THREADS,
     WARPS,
-    Results,
+    make_find_results,
+    make_finish,
     make_load_keys,
     make_query_rows,
-    make_store,
+    store_state,
 )
 from .decode_task import (
     Rows,
     make_attends,
-    make_find_lane,
     make_find_rows,
     make_find_task,
     make_layout,
@@ -72,6 +72,47 @@ class State(NamedTuple):
     top: Any  # the largest score so far, where `m` is the unified maximum
 
 
+class Lane(NamedTuple):
+    """Where a lane reads its part of fragments with ldmatrix.
+
+    The address of a row, and the place of its first chunk of 16 bytes: the column enters by XOR
+    with an even chunk number.
+    """
+
+    q: Any
+    q_chunk: Any
+    k: Any
+    k_chunk: Any
+    p: Any
+    p_chunk: Any
+
+
+@device_function
+def row_of(lane, i):
+    """The i-th of a lane's rows."""
+    return (lane >> 2) + 8 * i
+
+
+def make_find_lane(row_bytes: int) -> Any:
+    """find_lane(memory, lane, warp) -> Lane, from the bytes of a query and a key."""
+    shift, xor = swizzle_of(row_bytes)
+
+    @device_function
+    def find_lane(memory, lane, warp):
+        key = ((lane >> 4) << 3) + (lane & 7)
+        row = lane & 15
+        return Lane(
+            memory.q + u32(row * row_bytes),
+            u32((lane >> 4) ^ ((row >> shift) & xor)),
+            memory.k + u32((16 * warp + key) * row_bytes),
+            u32(((lane >> 3) & 1) ^ ((key >> shift) & xor)),
+            memory.p + u32(row * P_ROW),
+            u32((lane >> 4) ^ (row & 7)),
+        )
+
+    return find_lane
+
+
 def make_multiply_keys(d: int, row_tiles: int, keep: bool, mma: Any) -> tuple[Any, Any]:
     """(load_queries, multiply_keys): S = Q . K^T of a warp's 16 keys.
 
@@ -105,7 +146,7 @@ def make_multiply_keys(d: int, row_tiles: int, keep: bool, mma: Any) -> tuple[An
 
 
 def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes) -> Any:
-    """score_rows(s, state, constant, rows, maxima, start, task, tokens, options, warp, lane).
+    """score_rows(s, state, factor, constant, rows, maxima, start, task, tokens, options, warp, lane).
 
     Scores in octaves, masked keys -inf, what float32 does not hold NaN; the largest of each row
     over this warp's keys to `maxima`, or with a `constant` maximum to `state.top`.
@@ -116,7 +157,9 @@ def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes)
     new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
 
     @device_function
-    def score_rows(s, state, constant, rows, maxima, start, task, tokens, options, warp, lane):
+    def score_rows(
+        s, state, factor, constant, rows, maxima, start, task, tokens, options, warp, lane
+    ):
         whole = not ring and start + BLOCK_K <= min(task.stop, rows.first + new_is_whole)
         for i in range(n_rows):
             largest = NOTHING
@@ -124,10 +167,10 @@ def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes)
                 for e in range(2):
                     at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1) + e
                     j = start + 16 * warp + 8 * n + 2 * (lane & 3) + e
-                    x = s[at_s] * rows.factor[i]
+                    x = s[at_s] * factor[i]
                     fits = abs(x) < HUGE
                     position = position_of(j, tokens)
-                    away = rows.position[i] - position
+                    away = rows.first + rows.token[i] - position
                     x = changed_score(x, rows.shift[i], rows.slope[i], away, options)
                     if not fits:
                         x = NAN
@@ -245,6 +288,30 @@ def make_overflows(n_rows: int) -> Any:
     return overflows
 
 
+def make_store(row_tiles: int, value_tiles: int, direct: bool) -> Any:
+    """store(to: Results, o, m, l, warp, lane).
+
+    A block's results as the threads hold them.
+    """
+    n_rows = 2 * row_tiles
+    reciprocal_of, store_value = make_finish(direct, 1.0)
+
+    @device_function
+    def store(to, o, m, l, warp, lane):
+        for i in range(n_rows):
+            r = row_of(lane, i)
+            if warp == 0 and lane & 3 == 0:
+                store_state(to, r, m[i], l[i])
+            reciprocal = reciprocal_of(l[i])
+            for n in range(value_tiles):
+                for e in range(2):
+                    c = 8 * (warp * value_tiles + n) + 2 * (lane & 3) + e
+                    x = o[4 * ((i >> 1) * value_tiles + n) + 2 * (i & 1) + e]
+                    store_value(to, r, c, x, reciprocal)
+
+    return store
+
+
 def decode_float(
     d: int,
     dv: int,
@@ -280,13 +347,14 @@ def decode_float(
     options_of = changes.unpack
     find_task = make_find_task(tile_rows, paged, ring)
     query_rows = make_query_rows(d, 0, pack)(tile_rows)
-    find_rows = make_find_rows(n_rows, changes.row)
-    find_lane = make_find_lane(d_bytes, d_bytes, P_ROW, 16)
+    find_rows = make_find_rows(n_rows, row_of, changes.row)
+    find_lane = make_find_lane(d_bytes)
     load_queries, multiply_keys = make_multiply_keys(d, row_tiles, keep_q, mma)
     score_rows = make_score_rows(row_tiles, ring, changed, changes)
     weigh, add_values = make_weigh(row_tiles, pack), make_add_values(dv, row_tiles, mma)
     overflows = make_overflows(n_rows)
-    store = make_store(row_tiles, value_tiles, direct, 1.0)
+    find_results = make_find_results(direct, tile_rows, dv)
+    store = make_store(row_tiles, value_tiles, direct)
     layout, shared_bytes = make_layout(
         tile_rows * d_bytes, BLOCK_K * d_bytes, BLOCK_K * dv_bytes, tile_rows * P_ROW, 0, tile_rows
     )
@@ -310,15 +378,16 @@ def decode_float(
         cuda.syncthreads()
 
         rows = Rows(
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, i32),
             cuda.local.array(n_rows, i32),
             cuda.local.array(n_rows, f32),
             cuda.local.array(n_rows, f32),
             queries,
-            tokens.length - queries,
+            i32(tokens.length - queries),
         )
-        find_rows(rows, memory.factors, task, tokens, row_count, options, lane)
+        find_rows(rows, task, tokens, row_count, options, lane)
+        factor = cuda.local.array(n_rows, f32)  # of the scores
+        for i in range(n_rows):
+            factor[i] = ptx.load_shared_f32(memory.factors + u32(row_of(lane, i) * 4))
         state = State(
             cuda.local.array(n_rows, f32),
             cuda.local.array(n_rows, f32),
@@ -351,6 +420,7 @@ def decode_float(
                 score_rows(
                     s,
                     state,
+                    factor,
                     constant,
                     rows,
                     memory.maxima,
@@ -381,9 +451,7 @@ def decode_float(
                     if not turing:
                         ptx.cp_async_commit()
 
-        # addresses of results are computed here, not kept in registers during the loop
-        head, first_row = ptx.fresh(task.head), ptx.fresh(task.first_row)
-        results = Results(out, m_out, l_out, task.number, head, first_row, row_count, columns)
+        results = find_results(out, m_out, l_out, task, row_count, columns)
         store(results, o, state.m, state.l, warp, lane)
 
     # three blocks to a multiprocessor keep more bytes on their way; with wider heads the registers

@@ -5,10 +5,10 @@ New tokens against one split of one KV head's keys, with the CPU cache's bits.
 `reference.integer_decode` is the definition: query and weights have 15 bits, in two planes of
 bytes, so the tensor cores multiply twice; scores and sums of a key block of 128 are exact integers,
 each value's scale is folded into its weight, and every float operation between them is rounded
-once. How the four warps of a block share the work: `decode_pieces`. The values are stored
-transposed (channel after channel), because the second product needs four consecutive keys in a
-register. INT4 differs in how bytes become fragments (`decode_codes`), in what a product is divided
-by, and in the query, which has 8 bits in one plane.
+once. How the four warps of a block share the work: `decode_pieces`; what a lane holds:
+`decode_columns`. The values are stored transposed (channel after channel), because the second
+product needs four consecutive keys in a register. INT4 differs in how bytes become fragments
+(`decode_codes`), in what a product is divided by, and in the query, which has 8 bits in one plane.
 """
 
 from __future__ import annotations
@@ -22,45 +22,50 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_changes import Changes, extended, make_changes
-from .decode_codes import NUMBER_BITS, make_key_fragments, make_value_fragments
+from .decode_columns import (
+    COLUMNS,
+    GROUP,
+    P_GROUP,
+    column_tiles,
+    first_key,
+    make_add_values,
+    make_find_lane,
+    make_multiply_keys,
+    make_store,
+    row_max,
+    row_of,
+    row_sum,
+)
 from .decode_pieces import (
     THREADS,
     WARPS,
     Pages,
-    Results,
+    make_find_results,
     make_load_channels,
     make_load_keys,
     make_load_scales,
     make_query_rows,
-    make_store,
 )
 from .decode_task import (
     Rows,
     make_attends,
-    make_find_lane,
     make_find_rows,
     make_find_task,
     make_layout,
     make_position,
 )
-from .int8_softmax import (
-    MASKED_SCORE,
-    MIN_OCTAVE,
-    T_LIMIT,
-    octave_of,
-    power,
-    quad_imax,
-    quad_isum,
-)
+from .int8_softmax import MASKED_SCORE, MIN_OCTAVE, T_LIMIT, octave_of, power
 from .int8_weights import weight_p16
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BAD = 1 << 24  # in a sum of weights: a token was seen that was not finite
 VALUE_UNIT = f32(fx.VALUE_UNIT)
 NAN = f32(math.nan)
-LOW_BITS = 7  # of a query or a weight in its low plane
-P_ROW = 2 * KEY_BLOCK  # bytes of a row of weights: the high plane, then the low one
+RESIDENT = {4: 5, 8: 4, 16: 3, 32: 2}  # blocks of so many rows that registers are divided among
 SCALES = 2 * 4 * KEY_BLOCK  # bytes of the scales of a tile's keys, then of its values
+# of prmt: the high halves of two words; of four halves the high bytes, the low ones
+HIGH_HALVES, HIGH_BYTES, LOW_BYTES = u32(0x7632), u32(0x7531), u32(0x6420)
+TWICE_LOW = u32(0xFEFEFEFE)  # of four bytes: 7 bits, in their upper places
 
 # pointers: q (B, Hkv, rows, D) float32, k, v, scales, table, lengths, out, m, l
 # bytes: of a page over all heads and of one head in it: of K, then of V, then of the scales
@@ -81,41 +86,6 @@ class State(NamedTuple):
     l: Any
     alpha: Any  # what the sums so far are multiplied by
     weight: Any  # what a block's own sums are multiplied by
-    bad: Any  # int32: BAD where a row attends to a token of the block that is not finite
-
-
-def make_multiply_keys(d: int, row_tiles: int, packed: bool, turing: bool) -> Any:
-    """multiply_keys(s, at: Lane): S = Q . K^T of a warp's 32 keys, exact."""
-    k_steps, n_s, q_planes = d // 32, 16 * row_tiles, 1 if packed else 2
-    q_size = 16 * row_tiles * d
-    divide = NUMBER_BITS if packed else 0
-    key_fragments = make_key_fragments(d, packed)
-    mma = ptx.mma_turing_s8 if turing else ptx.mma_s8
-
-    @device_function
-    def multiply_keys(s, at):
-        high = cuda.local.array(n_s, i32)
-        qf = cuda.local.array(4, u32)
-        kb = cuda.local.array(4, u32)
-        codes = cuda.local.array(8, u32)
-        for i in range(n_s):
-            s[i], high[i] = i32(0), i32(0)
-        for step in range(k_steps):
-            for n in range(2):
-                key_fragments(kb, codes, at.k, at.k_chunk, step, n)
-                for t in range(row_tiles):
-                    at_q = at.q + u32(16 * t * d) + ((at.q_chunk ^ u32(2 * step)) << u32(4))
-                    if q_planes == 2:
-                        ptx.ldmatrix(qf, 0, at_q)
-                        mma(high, 16 * t + 8 * n, qf, 0, kb, 0)
-                        mma(high, 16 * t + 8 * n + 4, qf, 0, kb, 2)
-                    ptx.ldmatrix(qf, 0, at_q + u32((q_planes - 1) * q_size))
-                    mma(s, 16 * t + 8 * n, qf, 0, kb, 0)
-                    mma(s, 16 * t + 8 * n + 4, qf, 0, kb, 2)
-        for i in range(n_s):
-            s[i] = i32((s[i] + (high[i] << LOW_BITS)) >> divide)
-
-    return multiply_keys
 
 
 @device_function
@@ -124,112 +94,120 @@ def rounded(x):
     return ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
 
 
-def make_score_rows(row_tiles: int, ring: bool, changed: bool, changes: Changes) -> Any:
-    """score_rows(s, bad, rows, scales, maxima, start, task, tokens, options, warp, lane).
+def make_score_rows(groups: int, ring: bool, changed: bool, changes: Changes) -> Any:
+    """score_rows(s, rows, scales, memory, start, task, tokens, options, warp, lane) -> bad.
 
     t = round((float32(S) * ck) * cq) in Q8.8, except masked keys; the largest of each row over
-    this warp's keys to `maxima`.
+    this warp's keys to `memory.maxima`. A lane without masked keys and NaN is done after the
+    rounding. Bit i of `bad`: the row of group i attends to a token that is not finite.
     """
-    n_rows, tile_rows = 2 * row_tiles, 16 * row_tiles
     position_of, attends = make_position(ring), make_attends(ring, changes.allowed)
     changed_score = changes.score
     new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
 
     @device_function
-    def score_rows(s, bad, rows, scales, maxima, start, task, tokens, options, warp, lane):
-        two = cuda.local.array(2, f32)
+    def finish(x, seen, position, i, rows, options):
+        """t of a score, and whether a token that is seen is not finite."""
+        t, spoiled = i32(MASKED_SCORE), i32(0)
+        if seen and x == x:
+            t = rounded(x)
+            if changed:
+                away = i32(i32(rows.first + rows.token[i]) - position)
+                x = changed_score(ptx.to_float(t), rows.shift[i], rows.slope[i], away, options)
+                t = rounded(x)
+        elif seen:
+            spoiled = i32(1)
+        return t, spoiled
+
+    @device_function
+    def score_rows(s, rows, scales, memory, start, task, tokens, options, warp, lane):
+        four = cuda.local.array(4, u32)
+        x = cuda.local.array(4, f32)
+        key, bad = first_key(lane, warp), i32(0)
+        ptx.load_shared_v4(four, 0, scales + u32(key * 4))
         whole = not ring and start + KEY_BLOCK <= min(task.stop, rows.first + new_is_whole)
-        for i in range(n_rows):
-            largest, spoiled = i32(MASKED_SCORE), i32(0)
-            for n in range(4):
-                key = 32 * warp + 8 * n + 2 * (lane & 3)
-                ptx.load_shared_f32_v2(two, 0, scales + u32(key * 4))
-                for e in range(2):
-                    at_s = 16 * (i >> 1) + 4 * n + 2 * (i & 1) + e
-                    j = start + key + e
-                    position = position_of(j, tokens)
-                    seen = whole or attends(i, j, position, rows, task, tokens, options.mask)
-                    x = ptx.mul(ptx.mul(ptx.to_float(s[at_s]), two[e]), rows.factor[i])
-                    t = i32(MASKED_SCORE)
-                    if seen and x == x:
-                        t = rounded(x)
-                        if changed:
-                            away = rows.position[i] - position
-                            x = ptx.to_float(t)
-                            t = rounded(
-                                changed_score(x, rows.shift[i], rows.slope[i], away, options)
-                            )
-                    elif seen:
-                        spoiled = i32(BAD)
-                    s[at_s] = t
-                    largest = ptx.imax(largest, t)
-            bad[i] = spoiled
-            largest = quad_imax(largest)
-            if lane & 3 == 0:
-                place = warp * tile_rows + (lane >> 2) + 8 * i
-                ptx.store_shared(maxima + u32(place * 4), u32(largest))
+        for i in range(groups):
+            factor = ptx.load_shared_f32(memory.factors + u32(row_of(lane, i) * 4))
+            numbers = f32(0)
+            for j in range(4):
+                x[j] = ptx.mul(ptx.mul(ptx.to_float(s[4 * i + j]), ptx.from_bits(four[j])), factor)
+                numbers = ptx.add(numbers, x[j])  # NaN if one is
+                s[4 * i + j] = rounded(x[j])
+            if changed or not whole or numbers != numbers:
+                for j in range(4):
+                    slot = i32(start + key + j)
+                    position = position_of(slot, tokens)
+                    seen = whole or attends(i, slot, position, rows, task, tokens, options.mask)
+                    s[4 * i + j], spoiled = finish(x[j], seen, position, i, rows, options)
+                    bad = i32(bad | i32(spoiled << i))
+            largest = row_max(
+                ptx.imax(ptx.imax(s[4 * i], s[4 * i + 1]), ptx.imax(s[4 * i + 2], s[4 * i + 3]))
+            )
+            if lane < GROUP:
+                place = row_of(lane, i) * WARPS + warp
+                ptx.store_shared(memory.maxima + u32(place * 4), u32(largest))
+        return bad
 
     return score_rows
 
 
 @device_function
 def share_values(ratio, scales, left, warp, lane):
-    """The largest scale of a value in a block of `left` keys, and to `ratio` this thread's keys'
+    """The largest scale of a value in a block of `left` keys, and to `ratio` this lane's keys'
     shares of it.
     """
-    two = cuda.local.array(2, f32)
+    four = cuda.local.array(4, u32)
+    ptx.load_shared_v4(four, 0, scales + u32((KEY_BLOCK + 4 * lane) * 4))
     largest = f32(0)
     for n in range(4):
-        if lane + 32 * n < left:
-            at = scales + u32((KEY_BLOCK + lane + 32 * n) * 4)
-            largest = ptx.fmax(largest, ptx.load_shared_f32(at))
+        if i32(4 * lane + n) < left:
+            largest = ptx.fmax(largest, ptx.from_bits(four[n]))
     for n in range(5):
         largest = ptx.fmax(largest, ptx.shuffle_xor(largest, u32(1 << n)))
     # infinite for a block of zeros in 4 bits: its shares are NaN, which the conversion makes 0
     per_unit = ptx.div(f32(65536), largest)
+    ptx.load_shared_v4(four, 0, scales + u32((KEY_BLOCK + first_key(lane, warp)) * 4))
     for n in range(4):
-        key = KEY_BLOCK + 32 * warp + 8 * n + 2 * (lane & 3)
-        ptx.load_shared_f32_v2(two, 0, scales + u32(key * 4))
-        for e in range(2):
-            ratio[2 * n + e] = ptx.umin(u32(ptx.to_int(ptx.mul(two[e], per_unit))), u32(65535))
+        share = ptx.to_int(ptx.mul(ptx.from_bits(four[n]), per_unit))
+        ratio[n] = ptx.umin(u32(share), u32(65535))
     return largest
 
 
-def make_weigh(row_tiles: int) -> Any:
-    """weigh(s, state, ratio, memory, warp, lane).
+def make_weigh(groups: int) -> Any:
+    """weigh(s, bad, state, ratio, memory, warp, lane).
 
-    The block's octave, weights at that octave and their sums to shared memory, and the whole
-    octaves by which the sums so far shrink.
+    `bad` is `score_rows`'s. The block's octave, weights at that octave and their sums to shared memory, and the whole
+    octaves by which the sums so far shrink. A masked key has weight 0.
     """
-    n_rows, tile_rows = 2 * row_tiles, 16 * row_tiles
 
     @device_function
-    def weigh(s, state, ratio, memory, warp, lane):
-        for i in range(n_rows):
-            r = (lane >> 2) + 8 * i
-            largest = i32(MASKED_SCORE)
-            for w in range(WARPS):
-                at = memory.maxima + u32((w * tile_rows + r) * 4)
-                largest = ptx.imax(largest, ptx.load_shared_s32(at))
+    def weigh(s, bad, state, ratio, memory, warp, lane):
+        four = cuda.local.array(4, u32)
+        chunk = i32(2 * warp + (lane >> 4))
+        for i in range(groups):
+            r = row_of(lane, i)
+            ptx.load_shared_v4(four, 0, memory.maxima + u32(r * WARPS * 4))
+            largest = ptx.imax(
+                ptx.imax(i32(four[0]), i32(four[1])), ptx.imax(i32(four[2]), i32(four[3]))
+            )
             octave = octave_of(largest)
-            total = state.bad[i]
-            for n in range(4):
-                pair, pair_low = u32(0), u32(0)
-                for e in range(2):
-                    t = s[16 * (i >> 1) + 4 * n + 2 * (i & 1) + e]
-                    if t != MASKED_SCORE:
-                        x = weight_p16(t, octave)
-                        total = i32(total + i32(x >> u32(2)))
-                        w = u32(x * ratio[2 * n + e]) >> u32(17)
-                        pair |= (w >> u32(LOW_BITS)) << u32(8 * e)
-                        pair_low |= (w & u32((1 << LOW_BITS) - 1)) << u32(8 * e)
-                chunk = u32((2 * warp + (n >> 1)) ^ (r & 7))
-                at_p = memory.p + u32(r * P_ROW) + u32(8 * (n & 1) + 2 * (lane & 3))
-                ptx.store_shared_u16(at_p + (chunk << u32(4)), pair)
-                ptx.store_shared_u16(at_p + u32(KEY_BLOCK) + (chunk << u32(4)), pair_low)
-            total = quad_isum(total)
-            if lane & 3 == 0:
-                ptx.store_shared(memory.sums + u32((warp * tile_rows + r) * 4), u32(total))
+            total = i32(i32((bad >> i) & 1) * BAD)
+            for j in range(4):
+                x = weight_p16(s[4 * i + j], octave)
+                total = i32(total + i32(x >> u32(2)))
+                four[j] = u32(x * ratio[j])  # of 32 bits the upper 15 are the weight
+            front = ptx.prmt(four[0], four[1], HIGH_HALVES)
+            back = ptx.prmt(four[2], four[3], HIGH_HALVES)
+            column = 2 * (lane & 3)
+            at_p = memory.p + u32(i * P_GROUP + column * KEY_BLOCK + 4 * ((lane >> 2) & 3))
+            ptx.store_shared(at_p + u32((chunk ^ column) << 4), ptx.prmt(front, back, HIGH_BYTES))
+            ptx.store_shared(
+                at_p + u32(KEY_BLOCK + ((chunk ^ (column + 1)) << 4)),
+                ptx.prmt(front, back, LOW_BYTES) & TWICE_LOW,
+            )
+            total = row_sum(total)
+            if lane < GROUP:
+                ptx.store_shared(memory.sums + u32((r * WARPS + warp) * 4), u32(total))
             new = ptx.imax(state.m[i], octave)
             state.alpha[i] = power(i32(new - state.m[i]))
             state.weight[i] = f32(0) if largest == MASKED_SCORE else power(i32(new - octave))
@@ -238,73 +216,35 @@ def make_weigh(row_tiles: int) -> Any:
     return weigh
 
 
-def make_add_sums(row_tiles: int) -> Any:
+def make_add_sums(groups: int) -> Any:
     """add_sums(state, sums, unit, lane): l with the block's sums; its weights in units of `unit`."""
-    n_rows, tile_rows = 2 * row_tiles, 16 * row_tiles
 
     @device_function
     def add_sums(state, sums, unit, lane):
-        for i in range(n_rows):
-            r = (lane >> 2) + 8 * i
-            total = i32(0)
-            for w in range(WARPS):
-                total = i32(total + ptx.load_shared_s32(sums + u32((w * tile_rows + r) * 4)))
+        four = cuda.local.array(4, u32)
+        for i in range(groups):
+            ptx.load_shared_v4(four, 0, sums + u32(row_of(lane, i) * WARPS * 4))
+            total = u32(four[0] + four[1]) + u32(four[2] + four[3])
             state.l[i] = ptx.add(
                 ptx.mul(state.l[i], state.alpha[i]),
-                ptx.mul(ptx.to_float(i32(total & (BAD - 1))), state.weight[i]),
+                ptx.mul(ptx.to_float(i32(total & u32(BAD - 1))), state.weight[i]),
             )
-            if total >= BAD:
+            if total >= u32(BAD):
                 state.l[i] = NAN  # and stays so
             state.weight[i] = ptx.mul(state.weight[i], unit)
 
     return add_sums
 
 
-def make_add_values(dv: int, row_tiles: int, packed: bool, turing: bool) -> Any:
-    """add_values(o, state, at: Lane, tile, warp, lane).
-
-    O = O * alpha + (P . V) * weight for this warp's channels: the product exact, each float
-    operation rounded once.
-    """
-    value_tiles, divide = dv // 8 // WARPS, NUMBER_BITS if packed else 0
-    value_fragments = make_value_fragments(value_tiles, KEY_BLOCK, packed)
-    mma = ptx.mma_turing_u8s8 if turing else ptx.mma_u8s8
-
-    @device_function
-    def add_values(o, state, at, tile, warp, lane):
-        p = cuda.local.array(32, u32)
-        acc = cuda.local.array(8, i32)
-        vb = cuda.local.array(4, u32)
-        codes = cuda.local.array(8, u32)
-        for t in range(row_tiles):
-            for step in range(8):
-                at_p = at.p + u32(16 * t * P_ROW + KEY_BLOCK * (step >> 2))
-                ptx.ldmatrix(p, 4 * step, at_p + ((at.p_chunk ^ u32(2 * (step & 3))) << u32(4)))
-            for n in range(value_tiles):
-                for e in range(8):
-                    acc[e] = i32(0)
-                for half in range(2):  # 64 keys
-                    value_fragments(vb, codes, tile, warp, n, half, lane)
-                    for plane in range(2):
-                        at_w = 16 * plane + 8 * half
-                        mma(acc, 4 * plane, p, at_w, vb, 0)
-                        mma(acc, 4 * plane, p, at_w + 4, vb, 2)
-                at_o = 4 * (t * value_tiles + n)
-                for e in range(4):
-                    i = 2 * t + (e >> 1)
-                    both = i32(((acc[e] << LOW_BITS) + acc[4 + e]) >> divide)
-                    o[at_o + e] = ptx.add(
-                        ptx.mul(o[at_o + e], state.alpha[i]),
-                        ptx.mul(ptx.to_float(both), state.weight[i]),
-                    )
-
-    return add_values
+def resident_blocks(d: int, dv: int, tile_rows: int) -> int:
+    """Blocks without options that a multiprocessor is to hold, as far as registers go."""
+    return RESIDENT[tile_rows] - (1 if max(d, dv) > 128 else 0)
 
 
 def decode_int8(
     d: int,
     dv: int,
-    row_tiles: int = 1,
+    tile_rows: int = 4,
     direct: bool = True,
     paged: bool = False,
     ring: bool = False,
@@ -312,12 +252,12 @@ def decode_int8(
     packed: bool = False,
     turing: bool = False,
 ) -> Source:
-    """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 32, of
-    64 for INT4).
+    """The kernel for padded head sizes d and dv (64, 128, 256: whole swizzles, whole tiles of
+    channels for each warp).
 
     Parameters
     ----------
-    row_tiles : tiles of 16 query rows that a block takes
+    tile_rows : query rows that a block takes: 4, 8, 16 or 32
     direct : one split: `out` is (B, Hkv, rows, Dv) float32, divided; else the partial outputs of
         all tasks for `decode_combine`
     paged : sequences take pages from a pool, by the table; else sequence b has page b
@@ -326,32 +266,33 @@ def decode_int8(
     packed : an INT4 cache, two codes a byte
     turing : sm_75, without cp.async and with k16 products
     """
-    value_tiles, tile_rows, n_rows = dv // 8 // WARPS, 16 * row_tiles, 2 * row_tiles
-    n_s, n_o = 16 * row_tiles, 4 * value_tiles * row_tiles
+    groups, value_tiles = tile_rows // GROUP, dv // 16 // WARPS
     per_byte, q_planes = (2, 1) if packed else (1, 2)
     k_bytes, v_rows, later = d // per_byte, dv // per_byte, not turing
-    load_k = make_load_keys(KEY_BLOCK, k_bytes, paged, later)
+    load_k = make_load_keys(KEY_BLOCK, k_bytes, paged, later, fours=True)
     load_v = make_load_channels(v_rows, KEY_BLOCK, paged, later)
     load_scales = make_load_scales(KEY_BLOCK, paged, later)
     changes = make_changes(changed, 9, 1)
     options_of = changes.unpack
     find_task = make_find_task(tile_rows, paged, ring)
     query_rows = make_query_rows(d, q_planes)(tile_rows)
-    find_rows = make_find_rows(n_rows, changes.row)
-    find_lane = make_find_lane(d, k_bytes, P_ROW, 32)
-    multiply_keys = make_multiply_keys(d, row_tiles, packed, turing)
-    score_rows = make_score_rows(row_tiles, ring, changed, changes)
-    weigh, add_sums = make_weigh(row_tiles), make_add_sums(row_tiles)
-    add_values = make_add_values(dv, row_tiles, packed, turing)
-    store = make_store(row_tiles, value_tiles, direct, fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT)
+    find_rows = make_find_rows(groups, row_of, changes.row)
+    find_lane = make_find_lane(d, k_bytes, v_rows // WARPS, packed)
+    load_queries, multiply_keys, n_qf = make_multiply_keys(d, groups, packed, turing)
+    score_rows = make_score_rows(groups, ring, changed, changes)
+    weigh, add_sums = make_weigh(groups), make_add_sums(groups)
+    add_values = make_add_values(value_tiles, groups, packed, turing)
+    find_results = make_find_results(direct, tile_rows, dv)
+    store = make_store(value_tiles, groups, direct, fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT)
     layout, shared_bytes = make_layout(
-        q_planes * tile_rows * d,
+        column_tiles(groups, packed) * COLUMNS * d,
         KEY_BLOCK * k_bytes,
         v_rows * KEY_BLOCK,
-        tile_rows * P_ROW,
+        groups * P_GROUP,
         2 * SCALES,
         tile_rows,
     )
+    n_s, n_o = 4 * groups, 2 * value_tiles * groups
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
 
     def decode(pointers, bytes_of, sizes, factors):
@@ -380,31 +321,30 @@ def decode_int8(
         cuda.syncthreads()
 
         rows = Rows(
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, i32),
-            cuda.local.array(n_rows, i32),
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, f32),
+            cuda.local.array(groups, i32),
+            cuda.local.array(groups, f32),
+            cuda.local.array(groups, f32),
             queries,
-            tokens.length - queries,
+            i32(tokens.length - queries),
         )
-        find_rows(rows, memory.factors, task, tokens, row_count, options, lane)
+        find_rows(rows, task, tokens, row_count, options, lane)
         state = State(
-            cuda.local.array(n_rows, i32),
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, i32),
+            cuda.local.array(groups, i32),
+            cuda.local.array(groups, f32),
+            cuda.local.array(groups, f32),
+            cuda.local.array(groups, f32),
         )
-        s = cuda.local.array(n_s, i32)  # scores of 32 keys
+        s = cuda.local.array(n_s, i32)  # scores of four keys
         o = cuda.local.array(n_o, f32)
-        ratio = cuda.local.array(8, u32)
-        top = cuda.local.array(n_rows, f32)
-        for i in range(n_rows):
+        qf = cuda.local.array(n_qf, u32)
+        ratio = cuda.local.array(4, u32)
+        top = cuda.local.array(groups, f32)
+        for i in range(groups):
             state.m[i], state.l[i] = i32(MIN_OCTAVE), f32(0)
         for i in range(n_o):
             o[i] = f32(0)
         at = find_lane(memory, lane, warp)
+        load_queries(qf, at)
         start, stage = task.start, i32(0)
         while start < task.stop:
             if not turing:
@@ -415,33 +355,32 @@ def decode_int8(
             if not turing:
                 ptx.cp_async_commit()
             here = memory.scales + u32(stage * SCALES)
-            multiply_keys(s, at)
-            score_rows(
-                s, state.bad, rows, here, memory.maxima, start, task, tokens, options, warp, lane
-            )
+            multiply_keys(s, qf, at)
+            bad = score_rows(s, rows, here, memory, start, task, tokens, options, warp, lane)
+            largest = share_values(ratio, here, i32(task.stop - start), warp, lane)
 
             cuda.syncthreads()  # everyone is done with these keys, and the maxima are there
             stage ^= 1
             if start + KEY_BLOCK < task.stop:
-                load_k(memory.k, keys, start + KEY_BLOCK, task.stop, thread)
+                load_k(memory.k, keys, i32(start + KEY_BLOCK), task.stop, thread)
                 ahead = memory.scales + u32(stage * SCALES)
-                load_scales(ahead, scales, start + KEY_BLOCK, task.stop, thread)
+                load_scales(ahead, scales, i32(start + KEY_BLOCK), task.stop, thread)
             if not turing:
                 ptx.cp_async_commit()
-            largest = share_values(ratio, here, task.stop - start, warp, lane)
-            weigh(s, state, ratio, memory, warp, lane)
+            weigh(s, bad, state, ratio, memory, warp, lane)
             if not turing:
                 wait_but_one()
             cuda.syncthreads()  # values, weights and their sums are there
             add_sums(state, memory.sums, ptx.mul(largest, VALUE_UNIT), lane)
-            add_values(o, state, at, memory.v, warp, lane)
-            start += KEY_BLOCK
+            add_values(o, state.alpha, state.weight, at)
+            start = i32(start + KEY_BLOCK)
 
-        for i in range(n_rows):
+        for i in range(groups):
             top[i] = ptx.to_float(state.m[i])
-        # addresses of results are computed here, not kept in registers during the loop
-        head, first_row = ptx.fresh(task.head), ptx.fresh(task.first_row)
-        results = Results(out, m_out, l_out, task.number, head, first_row, row_count, columns)
+        results = find_results(out, m_out, l_out, task, row_count, columns)
         store(results, o, top, state.l, warp, lane)
 
-    return Source(decode, extended(SIGNATURE) if changed else SIGNATURE, THREADS, shared_bytes)
+    blocks = resident_blocks(d, dv, tile_rows)
+    if changed:
+        return Source(decode, extended(SIGNATURE), THREADS, shared_bytes, blocks=blocks - 1)
+    return Source(decode, SIGNATURE, THREADS, shared_bytes, blocks=blocks)

@@ -11,6 +11,7 @@ warps through shared memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -69,32 +70,105 @@ class Pages(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where a block's results go."""
+    """Where a block's results go: out (rows, columns), m and l (rows), float32, in `decode_int8`'s
+    and `decode_float`'s last outputs or the partial ones of all tasks.
+    """
 
     out: Any  # addresses
     m: Any
     l: Any
-    task: Any
-    head: Any
-    first_row: Any
-    rows: Any
+    first: Any  # the row of the block's first one
+    rows: Any  # of the block
     columns: Any
 
 
-def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = True) -> Any:
+def make_find_results(direct: bool, tile_rows: int, dv: int) -> Any:
+    """find_results(out, m, l, task: Task, rows, columns) -> Results.
+
+    direct: (B, Hkv, rows, columns). Else (task, tile_rows, dv), for `decode_combine`.
+    """
+
+    @device_function
+    def find_results(out, m, l, task, rows, columns):
+        # computed here, not kept in registers during the loop over keys
+        first_row = ptx.fresh(task.first_row)
+        first = ptx.fresh(task.head) * rows + first_row if direct else task.number * tile_rows
+        return Results(out, m, l, first, rows - first_row, columns if direct else i32(dv))
+
+    return find_results
+
+
+def make_finish(direct: bool, one: float) -> Any:
+    """(reciprocal_of(l), store_value(to: Results, r, c, x, reciprocal)).
+
+    direct: outputs are x * (one / l), 0 where l is; else x as it is.
+    """
+    numerator = f32(one)
+
+    @device_function
+    def reciprocal_of(l):
+        return f32(0) if not direct or l == f32(0) else ptx.div(numerator, l)
+
+    @device_function
+    def store_value(to, r, c, x, reciprocal):
+        if r < to.rows and c < to.columns:
+            place = u64(to.first + r) * u64(to.columns) + u64(c)
+            ptx.store_global_f32(to.out + place * u64(4), ptx.mul(x, reciprocal) if direct else x)
+
+    return reciprocal_of, store_value
+
+
+@device_function
+def store_state(to, r, m, l):
+    if r < to.rows:
+        ptx.store_global_f32(to.m + u64(to.first + r) * u64(4), m)
+        ptx.store_global_f32(to.l + u64(to.first + r) * u64(4), l)
+
+
+@functools.cache
+def make_place(row_bytes: int, fours: bool = False) -> Any:
+    """place(r, c): the byte of a tile at which chunk c of row r, of 16 bytes, is stored.
+
+    So that 8 rows of a chunk use 8 bank groups: neighbours, by `swizzle_of`, or with `fours` rows
+    that are four apart. With `fours` rows that share 128 bytes change places too, and row_bytes is
+    32 or more, a power of two.
+    """
+    shift, xor = swizzle_of(row_bytes)
+    shared, shift_fours, xor_fours = spread_of(row_bytes)
+
+    @device_function
+    def place(r, c):
+        if fours:
+            row = r ^ ((r >> 2) & shared)
+            return row * row_bytes + ((c ^ ((r >> shift_fours) & xor_fours)) << 4)
+        return r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)
+
+    return place
+
+
+def spread_of(row_bytes: int) -> tuple[int, int, int]:
+    """(mask, shift, xor): with `fours`, row r is stored at r ^ ((r >> 2) & mask), chunk c of it at
+    c ^ ((r >> shift) & xor).
+    """
+    rows = max(1, 128 // row_bytes)  # in all banks
+    return rows - 1, 1 + rows.bit_length(), 8 // rows - 1
+
+
+def make_load_keys(
+    rows: int, row_bytes: int, paged: bool, asynchronous: bool = True, fours: bool = False
+) -> Any:
     """Copy `rows` slots of K, or of V as it is stored for floats, to a swizzled tile.
 
     Zeros beyond `stop` and `bytes_left`.
 
     load_keys(to, pages: Pages, first, stop, thread): slots first .. stop, of `pages.left` bytes
-    each, a multiple of 16.
+    each, a multiple of 16. fours : as in `make_place`
     """
     page_of, chunks = make_page_of(paged), row_bytes // 16
     pieces = rows * chunks
-    swizzle, xor = swizzle_of(row_bytes)
     turns = (pieces + THREADS - 1) // THREADS
     even = pieces % THREADS == 0
-    copy = make_copy(asynchronous)
+    copy, place_of = make_copy(asynchronous), make_place(row_bytes, fours)
     step = THREADS // chunks  # rows per turn, where a thread stays in one column
 
     @device_function
@@ -119,27 +193,28 @@ def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = 
             r = i32(piece // chunks)
             c = i32(piece - r * chunks)
             if even or piece < pieces:
-                place = to + u32(r * row_bytes + ((c ^ ((r >> swizzle) & xor)) << 4))
-                copy_piece(place, 0, pages, i32(first + r), stop, c)
+                copy_piece(to + u32(place_of(r, c)), 0, pages, i32(first + r), stop, c)
 
     @device_function
     def load_keys_by_steps(to, pages, first, stop, thread):
         r = i32(thread // chunks)
         c = i32(thread - r * chunks)
-        place = to + u32(r * row_bytes + ((c ^ ((r >> swizzle) & xor)) << 4))
         slot = i32(first + r)
         left = i32(stop - slot) if (c << 4) < pages.left else i32(0)
         address = pages.data + pages.table * pages.page_bytes  # of sequences with a page each
         address += u64(slot) * u64(pages.left) + u64(c << 4)
         for i in range(turns):
+            # r < step: the bits of both are apart, and places are XORs of bits
+            ahead = i32(i * step * row_bytes)
+            place = to + u32(place_of(r, c) ^ (place_of(i32(i * step), i32(0)) ^ ahead))
             if paged:
-                copy_piece(place, i32(i * step * row_bytes), pages, slot + i * step, stop, c)
+                copy_piece(place, ahead, pages, slot + i * step, stop, c)
             else:
-                copy(place, i32(i * step * row_bytes), address, i32(i * step) < left)
-                address += u64(step) * u64(pages.left)
+                copy(place, ahead, address, i32(i * step) < left)
+                address = ptx.fresh_address(address + u64(step) * u64(pages.left))
 
-    # where the column is the thread's own in every turn, and turns are whole swizzles
-    steady = even and THREADS % chunks == 0 and step % ((xor + 1) << swizzle) == 0
+    # where the column is the thread's own in every turn
+    steady = even and THREADS % chunks == 0 and row_bytes & (row_bytes - 1) == 0
     return load_keys_by_steps if steady else load_keys
 
 
@@ -177,7 +252,7 @@ def make_load_channels(channels: int, block_k: int, paged: bool, asynchronous: b
             )
         for i in range(channels // step):
             copy(place, i32(i * step * block_k), address, i32(i * step) < left)
-            address += u64(step * span)
+            address = ptx.fresh_address(address + u64(step * span))
 
     return load_channels
 
@@ -224,10 +299,11 @@ def make_query_rows(d: int, planes: int, pack: Any = None) -> Any:
     query_rows(memory, q, task, rows, channels, c, warp, lane): q is (B, Hkv, rows, channels)
     float32; this block takes `tile_rows` rows of its head (zeros beyond `rows`).
 
-    INT8: `reference.decode_query` of a row in two planes of bytes, the high one of all rows first;
-    its factor scale * c at most 2**100. INT4: the same in one plane. Floats, planes = 0: the row
-    times a power of two that brings its largest magnitude to 1 .. 2, so that float16 holds it; the
-    factor is c over that power. A row that is not finite has zeros and the factor NaN.
+    INT8: `reference.decode_query` of a row in two planes of bytes; its factor scale * c at most
+    2**100. INT4: the same in one plane. They are columns, as `decode_columns` has them. Floats,
+    planes = 0: the row times a power of two that brings its largest magnitude to 1 .. 2, so that
+    float16 holds it; the factor is c over that power. A row that is not finite has zeros and the
+    factor NaN.
     """
     exact = planes > 0
     most = f32(QUERY_ONE if planes == 2 else CODE_QUERY_ONE)
@@ -235,9 +311,17 @@ def make_query_rows(d: int, planes: int, pack: Any = None) -> Any:
     per_lane = 4 if exact else 2
     words = (d + 32 * per_lane - 1) // (32 * per_lane)
     n_x = words * per_lane
-    swizzle, xor = swizzle_of(row_bytes)
+    place_of = make_place(row_bytes)
 
     def make(tile_rows: int) -> Any:
+        pairs = planes == 2 or tile_rows < 8  # the odd columns are low planes, or zeros
+
+        @device_function
+        def place_row(r):
+            if not exact:
+                return r
+            return 2 * r if pairs else ((r >> 3) << 3) + 2 * (r & 3) + ((r >> 2) & 1)
+
         @device_function
         def query_rows(memory, q, task, rows, channels, c, warp, lane):
             to, factors, first = memory.q, memory.factors, task.first_row
@@ -284,59 +368,13 @@ def make_query_rows(d: int, planes: int, pack: Any = None) -> Any:
                             word = pack(x[2 * i] * factor, x[2 * i + 1] * factor)
                     place = (i * 32 + lane) * 4
                     if place < row_bytes:
-                        chunk = (place >> 4) ^ ((r >> swizzle) & xor)
-                        at = to + u32(r * row_bytes + (chunk << 4) + (place & 15))
-                        ptx.store_shared(at, word)
-                        if planes == 2:
-                            ptx.store_shared(at + u32(tile_rows * row_bytes), low)
+                        row, chunk, inside = place_row(r), place >> 4, place & 15
+                        ptx.store_shared(to + u32(place_of(row, chunk) + inside), word)
+                        if exact and pairs:
+                            ptx.store_shared(to + u32(place_of(row + 1, chunk) + inside), low)
                 if lane == 0:
                     ptx.store_shared_f32(factors + u32(r * 4), scale if good else NAN)
 
         return query_rows
 
     return make
-
-
-def make_store(row_tiles: int, value_tiles: int, direct: bool, one: float) -> Any:
-    """store(to: Results, o, m, l, warp, lane).
-
-    Write a block's results: o, m and l as the threads hold them.
-
-    direct: rows of out (B, Hkv, rows, Dv) as o * (one / l), zeros where l is 0, and m_out, l_out
-    (B, Hkv, rows). Else the partial result of a task, for `decode_combine`: out (task, row tile,
-    warp, value tile, lane, 4), m_out, l_out (task, rows of the tile).
-    """
-    n_rows, tile_rows, numerator = 2 * row_tiles, 16 * row_tiles, f32(one)
-
-    @device_function
-    def store(to, o, m, l, warp, lane):
-        out, m_out, l_out, task, head, first_row, rows, columns = to
-        four = cuda.local.array(4, u32)
-        for i in range(n_rows):
-            r = (lane >> 2) + 8 * i
-            place = head * rows + first_row + r if direct else task * tile_rows + r
-            if warp == 0 and lane & 3 == 0 and (not direct or first_row + r < rows):
-                ptx.store_global_f32(m_out + u64(place) * u64(4), m[i])
-                ptx.store_global_f32(l_out + u64(place) * u64(4), l[i])
-        for t in range(row_tiles):
-            for n in range(value_tiles):
-                at = 4 * (t * value_tiles + n)
-                if direct:
-                    for half in range(2):
-                        r = first_row + 16 * t + (lane >> 2) + 8 * half
-                        total = l[2 * t + half]
-                        reciprocal = f32(0) if total == f32(0) else ptx.div(numerator, total)
-                        for e in range(2):
-                            c = 8 * (warp * value_tiles + n) + 2 * (lane & 3) + e
-                            if r < rows and c < columns:
-                                ptx.store_global_f32(
-                                    out + (u64(head * rows + r) * u64(columns) + u64(c)) * u64(4),
-                                    ptx.mul(o[at + 2 * half + e], reciprocal),
-                                )
-                else:
-                    for e in range(4):
-                        four[e] = ptx.bits(o[at + e])
-                    place = ((task * row_tiles + t) * WARPS + warp) * value_tiles + n
-                    ptx.store_global_v4(out + u64(place * 32 + lane) * u64(16), four, 0)
-
-    return store

@@ -12,7 +12,6 @@ from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_pieces import WARPS, Pages, divided, remainder
-from .pieces import swizzle_of
 
 i32, u32, u64 = types.int32, types.uint32, types.uint64
 
@@ -42,9 +41,7 @@ class Task(NamedTuple):
 class Rows(NamedTuple):
     """The query rows of a thread: local arrays, and what all rows have in common."""
 
-    factor: Any  # of the scores
-    position: Any  # of the row's token
-    token: Any  # its number among the new ones
+    token: Any  # the number of the row's token among the new ones
     shift: Any  # `decode_changes`
     slope: Any
     queries: Any  # new tokens
@@ -64,21 +61,6 @@ class Memory(NamedTuple):
     sums: Any
 
 
-class Lane(NamedTuple):
-    """Where a lane reads its part of fragments with ldmatrix.
-
-    The address of a row, and the place of its first chunk of 16 bytes: the column enters by XOR
-    with an even chunk number.
-    """
-
-    q: Any
-    q_chunk: Any
-    k: Any
-    k_chunk: Any
-    p: Any
-    p_chunk: Any
-
-
 def make_find_task(tile_rows: int, paged: bool, ring: bool) -> Any:
     """Which rows of which head a block works on, and where its keys and values are.
 
@@ -95,7 +77,7 @@ def make_find_task(tile_rows: int, paged: bool, ring: bool) -> Any:
         k_row, v_row, width, shift, window, sinks, ring_slots = sizes[6:]
         number = i32(cuda.blockIdx.x)
         unit = divided(number, splits)
-        split = number - unit * splits
+        split = i32(number - unit * splits)
         tiles = (rows + tile_rows - 1) >> row_shift
         head = divided(unit, tiles)
         first_row = i32((unit - head * tiles) * tile_rows)
@@ -108,33 +90,32 @@ def make_find_task(tile_rows: int, paged: bool, ring: bool) -> Any:
             if length > slots:
                 newest = sinks + remainder(length - 1 - sinks, ring_slots)
         blocks = (slots + KEY_BLOCK - 1) >> block_shift
-        share = divided(blocks + splits - 1, splits) << block_shift
-        start = split * share
+        share = i32(divided(blocks + splits - 1, splits) << block_shift)
+        start = i32(split * share)
         table = tables + u64(b * width) * u64(4) if paged else u64(b)
         return (
-            Task(number, b, g, head, first_row, start, min(start + share, slots)),
+            Task(number, b, g, head, first_row, start, i32(min(start + share, slots))),
             Pages(k + u64(g) * u64(k_head), u64(k_page), table, shift, k_row),
             Pages(v + u64(g) * u64(v_head), u64(v_page), table, shift, v_row),
-            Tokens(length, newest, window, sinks, ring_slots),
+            Tokens(length, i32(newest), window, sinks, ring_slots),
         )
 
     return find_task
 
 
-def make_find_rows(n_rows: int, option: Any) -> Any:
-    """find_rows(rows: Rows, factors, task, tokens, row_count, options, lane).
+def make_find_rows(n_rows: int, row_of: Any, option: Any) -> Any:
+    """find_rows(rows: Rows, task, tokens, row_count, options, lane).
 
-    Fills the local arrays of a thread's `n_rows` rows. `option` is `decode_changes.Changes.row`.
+    Fills the local arrays of a thread's `n_rows` rows, in the block row_of(lane, i). `option` is
+    `decode_changes.Changes.row`.
     """
 
     @device_function
-    def find_rows(rows, factors, task, tokens, row_count, options, lane):
+    def find_rows(rows, task, tokens, row_count, options, lane):
         for i in range(n_rows):
-            inside = (lane >> 2) + 8 * i
+            inside = row_of(lane, i)
             r = task.first_row + inside
-            rows.factor[i] = ptx.load_shared_f32(factors + u32(inside * 4))
             rows.token[i] = remainder(r, rows.queries)
-            rows.position[i] = rows.first + rows.token[i]
             r = min(r, row_count - 1)
             rows.shift[i] = option(options.shift, task.head * row_count + r)
             rows.slope[i] = option(options.slopes, task.kv_head * row_count + r)
@@ -161,29 +142,6 @@ def make_layout(q: int, k: int, v: int, p: int, scales: int, tile_rows: int) -> 
     return layout, q + k + v + p + scales + (1 + 2 * WARPS) * row
 
 
-def make_find_lane(q_bytes: int, k_bytes: int, p_bytes: int, keys: int) -> Any:
-    """find_lane(memory, lane, warp) -> Lane, from the bytes of a row; a warp has `keys` keys of a
-    tile.
-    """
-    shift_q, xor_q = swizzle_of(q_bytes)
-    shift_k, xor_k = swizzle_of(k_bytes)
-
-    @device_function
-    def find_lane(memory, lane, warp):
-        key = ((lane >> 4) << 3) + (lane & 7)
-        row = lane & 15
-        return Lane(
-            memory.q + u32(row * q_bytes),
-            u32((lane >> 4) ^ ((row >> shift_q) & xor_q)),
-            memory.k + u32((keys * warp + key) * k_bytes),
-            u32(((lane >> 3) & 1) ^ ((key >> shift_k) & xor_k)),
-            memory.p + u32(row * p_bytes),
-            u32((lane >> 4) ^ (row & 7)),
-        )
-
-    return find_lane
-
-
 def make_position(ring: bool) -> Any:
     """position_of(j, tokens): of the token in slot j of a sequence.
 
@@ -195,10 +153,10 @@ def make_position(ring: bool) -> Any:
         length, newest, _, sinks, ring_slots = tokens
         position = j
         if ring and j >= sinks:
-            behind = newest - j
+            behind = i32(newest - j)
             if behind < 0:
-                behind += ring_slots
-            position = length - 1 - behind
+                behind = i32(behind + ring_slots)
+            position = i32(i32(length - 1) - behind)
         return position
 
     return position_of
@@ -213,11 +171,12 @@ def make_attends(ring: bool, allowed: Any) -> Any:
 
     @device_function
     def attends(i, j, position, rows, task, tokens, mask):
-        seen = j < task.stop and position <= rows.position[i]
+        last = i32(rows.first + rows.token[i])
+        seen = j < task.stop and position <= last
         if ring:
-            seen = seen and (position < tokens.sinks or position > rows.position[i] - tokens.window)
+            seen = seen and (position < tokens.sinks or position > i32(last - tokens.window))
         return seen and allowed(
-            mask, task.batch, rows.queries, rows.token[i], position - rows.first
+            mask, task.batch, rows.queries, rows.token[i], i32(position - rows.first)
         )
 
     return attends

@@ -44,9 +44,9 @@ LIMITS = {"float16": 2e-3, "bfloat16": 1.5e-2, "int8": 3e-2, "int4": 0.25}
 LONG_LIMIT = 30.0  # seconds: a gigabyte of tokens is drawn, and appended in pieces
 
 
-def kernels_of(case: tuple, arch: str) -> set[Key]:
+def kernels_of(case: tuple, arch: str, group: int = H // G) -> set[Key]:
     """The kernels of a cache on a card of this architecture, one new token and the case's number of
-    them.
+    them, `group` query heads for each KV head.
     """
     _, dtype, d, n, new, splits, options = case
     found: set[Key] = set()
@@ -59,7 +59,7 @@ def kernels_of(case: tuple, arch: str) -> set[Key]:
     cache = KVCache(B, G, d, n + 2 * new, dtype, device=place, **options)
     memory: Any = cache._memory
     memory.layout.card.run = note
-    tokens, query = np.zeros((B, G, n, d), np.float32), np.zeros((B, H, new, d), np.float32)
+    tokens, query = np.zeros((B, G, n, d), np.float32), np.zeros((B, G * group, new, d), np.float32)
     cache.append(tokens, tokens)
     token = tokens[:, :, :1].repeat(new, 2)
     cache.step(query, token, token, splits=splits)
@@ -214,11 +214,12 @@ def short_step(dtype: str, heads: int, kv_heads: int, length: int, d: int, steps
 def timings(dtype: str, arch: str) -> Iterator[Step]:
     """The long cache, then the short step."""
     # small caches with the kernels of these; how often a long one is split is up to the card
+    group = LONG["heads"] // LONG["kv_heads"]
     long: list[tuple] = [("long", dtype, LONG["d"], 300, 1, splits, {}) for splits in (1, 8)]
     short: tuple = ("short", dtype, SHORT["d"], 300, 1, 4, {})
     yield Step(
         f"decode {dtype}, long",
-        lambda: set().union(*(kernels_of(case, arch) for case in long)),
+        lambda: set().union(*(kernels_of(case, arch, group) for case in long)),
         lambda device: [long_cache(device, dtype, **LONG)],
         LONG_LIMIT,
     )
