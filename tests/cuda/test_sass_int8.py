@@ -13,8 +13,9 @@ from sass_checks import resources
 
 from numflash.cuda.kernels.flash_int8 import flash_int8
 from numflash.cuda.kernels.flash_int8_hopper import flash_int8_hopper
-from numflash.cuda.kernels.int8_quantize import int8_quantize, int8_statistics
+from numflash.cuda.kernels.int8_quantize import int8_quantize
 from numflash.cuda.kernels.int8_results import int8_results
+from numflash.cuda.kernels.int8_statistics import int8_statistics
 from numflash.tiling import CUDA_HEAD_DIMS, cuda_tiling
 
 OPTIONS = {

@@ -105,7 +105,8 @@ def _quantise(
     problem: Problem, arch: str, dtype: str, chosen: Chosen, memory: dict[str, np.ndarray]
 ) -> list[Launch]:
     """The launches that fill `Operands`."""
-    from ..kernels.int8_quantize import int8_quantize, int8_statistics
+    from ..kernels.int8_quantize import int8_quantize
+    from ..kernels.int8_statistics import int8_statistics
 
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v = problem.query, problem.key, problem.value
