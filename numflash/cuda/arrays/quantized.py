@@ -163,7 +163,7 @@ def _write(
     memory: dict[str, np.ndarray],
 ) -> Launch:
     """The launch that writes out and lse."""
-    from ..kernels.int8_results import WARPS, int8_results
+    from ..kernels.int8_results import BLOCK_ROWS, int8_results
 
     nb, nh, nkv, length, _, d, dv = problem.shape
     out, lse = results
@@ -182,7 +182,7 @@ def _write(
             **folding(nb),
         },
         arch,
-        (-(-length // WARPS), nh, nb),
+        (-(-length // BLOCK_ROWS), nh, nb),
         (
             (*found, sinks, out, lse),
             out.strides[:3],

@@ -94,6 +94,11 @@ def finer(t):
     return ptx.to_int(ptx.mul(t, f32(fx.FINER)))
 
 
+@device_function
+def largest_of(top):
+    return ptx.imax(ptx.imax(top[0], top[1]), ptx.imax(top[2], top[3]))
+
+
 @functools.cache
 def make_place(shape: Shape) -> Any:
     """place(lane) -> (Place, the first of the lane's words of four rows, for warp 0)."""
@@ -371,68 +376,71 @@ def int8_quantize(
             x, y = cuda.local.array(n_x, f32), cuda.local.array(n_x, f32)
             top, f = cuda.local.array(ROWS, i32), cuda.local.array(ROWS, f32)
             mean_of, factor_of = cuda.local.array(own, f32), cuda.local.array(own, f32)
-            word, stop = i32(start + warp), i32(start + group_words)
-            row = i32(first + first_row(word))
-            # the first rows are on their way while the sums of the chunks are added
-            read(raw_k, k, k_steps, row, length, channels, k_whole, place.c)
-            read(raw_v, v, v_steps, row, length, columns, v_whole, place.c)
             before = u64(kv) * u64(chunks) * u64(4)
-            mean, scale = find_means(
-                table,
-                sums + before * u64(channels),
-                peaks + before * u64(columns),
-                chunks,
-                length,
-                channels,
-                columns,
-                thread,
-            )
-            if first == 0:
-                if thread < channels:
-                    ptx.store_global_f32(means + u64(i32(kv * channels + thread) * 4), mean)
-                column = i32(thread ^ (THREADS // 2))
-                if column < v_columns:
-                    ptx.store_global_f32(v_scale + u64(i32(kv * v_columns + column) * 4), scale)
-            cuda.syncthreads()
-            of_channels(mean_of, table + u32(MEANS), place.c)
-            of_channels(factor_of, table + u32(FACTORS), place.c)
             k_bytes += u64(kv) * u64(keys) * u64(row_bytes)
             key_scale += u64(kv) * u64(stored) * u64(4)
-            while word < stop:
-                unpack(x, raw_k)
-                unpack(y, raw_v)
-                largest(y, top)
-                good_v = True
-                if not ptx.vote_all(i32(is_finite(ptx.imax(ptx.imax(top[0], top[1]), ptx.imax(top[2], top[3]))))):
-                    good_v = is_finite(join(top, lane))
-                    clear_bad(y, good_v, lane)
-                largest(x, top)
-                if smooth:
-                    take_means(x, mean_of, top)
-                peak = join(top, lane)
-                j = i32(row + place.ahead)
-                good_k = is_finite(peak)
-                scale, factor = f32(1), f32(0)
-                if j < length:
-                    scale, factor = scale_of(ptx.from_bits(u32(peak)))
-                spread(f, factor if good_k else f32(0), lane)
-                clear_bad(x, good_k, lane)
-                store_rows(k_bytes, x, f, row, keys, row_bytes, place.c)
-                store_values(table + u32(TILE), y, factor_of, word, v_columns, place.c)
-                scale = ptx.fmin(scale, SCALE_LIMIT)
-                scale = (scale if good_k and good_v else NAN) if j < keys else f32(0)
-                if place.own < ROWS and j < stored:
-                    ptx.store_global_f32(key_scale + u64(j * 4), scale)
-                if place.own < ROWS and j < fx.FIRST_KEYS:
-                    at = first_scale + u64(i32(kv * fx.FIRST_KEYS + j) * 4)
-                    ptx.store_global_f32(at, ptx.mul(scale, fine_unit))
-                if row < fx.FIRST_KEYS:
-                    first_keys(x, y, f, factor_of, (planes, first_v), kv, row, place.c)
-                word = i32(word + WARPS)
-                row = i32(first + first_row(word))
+            word, stop = i32(start + warp), i32(start + group_words)
+            # one turn more than there are words: rows are read in the turn before
+            while word < stop + WARPS:
+                c, kv, lane = ptx.fresh(place.c), ptx.fresh(kv), ptx.fresh(lane)
+                row = i32(first + first_row(i32(word - WARPS)))
+                if word >= start + WARPS:
+                    of_channels(mean_of, table + u32(MEANS), c)
+                    of_channels(factor_of, table + u32(FACTORS), c)
+                    unpack(x, raw_k)
+                    unpack(y, raw_v)
+                    largest(y, top)
+                    good_v = True
+                    if not ptx.vote_all(i32(is_finite(largest_of(top)))):
+                        good_v = is_finite(join(top, lane))
+                        clear_bad(y, good_v, lane)
+                    largest(x, top)
+                    if smooth:
+                        take_means(x, mean_of, top)
+                    peak = join(top, lane)
+                    j = i32(row + place.ahead)
+                    good_k = is_finite(peak)
+                    scale, factor = f32(1), f32(0)
+                    if j < length:
+                        scale, factor = scale_of(ptx.from_bits(u32(peak)))
+                    spread(f, factor if good_k else f32(0), lane)
+                    clear_bad(x, good_k, lane)
+                    store_rows(k_bytes, x, f, row, keys, row_bytes, c)
+                    store_values(
+                        table + u32(TILE), y, factor_of, i32(word - WARPS), v_columns, place.c
+                    )
+                    scale = ptx.fmin(scale, SCALE_LIMIT)
+                    scale = (scale if good_k and good_v else NAN) if j < keys else f32(0)
+                    if place.own < ROWS and j < stored:
+                        ptx.store_global_f32(key_scale + u64(j * 4), scale)
+                    if place.own < ROWS and j < fx.FIRST_KEYS:
+                        at = first_scale + u64(i32(kv * fx.FIRST_KEYS + j) * 4)
+                        ptx.store_global_f32(at, ptx.mul(scale, fine_unit))
+                    if row < fx.FIRST_KEYS:
+                        first_keys(x, y, f, factor_of, (planes, first_v), kv, row, c)
                 if word < stop:
-                    read(raw_k, k, k_steps, row, length, channels, k_whole, place.c)
-                    read(raw_v, v, v_steps, row, length, columns, v_whole, place.c)
+                    row = i32(first + first_row(word))
+                    read(raw_k, k, k_steps, row, length, channels, k_whole, c)
+                    read(raw_v, v, v_steps, row, length, columns, v_whole, c)
+                if word < start + WARPS:  # while the first rows are on their way
+                    mean, scale = find_means(
+                        table,
+                        sums + before * u64(channels),
+                        peaks + before * u64(columns),
+                        chunks,
+                        length,
+                        channels,
+                        columns,
+                        thread,
+                    )
+                    column = i32(thread ^ (THREADS // 2))
+                    if first == 0 and thread < channels:
+                        ptx.store_global_f32(means + u64(i32(kv * channels + thread) * 4), mean)
+                    if first == 0 and column < v_columns:
+                        at = v_scale + u64(i32(kv * v_columns + column) * 4)
+                        ptx.store_global_f32(at, scale)
+                    cuda.syncthreads()
+                word = i32(word + WARPS)
             cuda.syncthreads()
             if first < stored:
                 c = warp
@@ -442,4 +450,4 @@ def int8_quantize(
                     ptx.store_global(v_bytes + u64(to), u32(ptx.load_shared_s32(at)))
                     c = i32(c + WARPS)
 
-    return Source(quantize, SIGNATURE, THREADS, TILE + dv * KEY_BLOCK)
+    return Source(quantize, SIGNATURE, THREADS, TILE + dv * KEY_BLOCK, blocks=2 if shape.turns == 1 else 1)

@@ -20,7 +20,8 @@ from .int8_four_rows import MAGNITUDE, is_finite, make_as_float, make_load
 from .pieces import make_find_block
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-TOGETHER = 32  # rows whose loads are under way together, and whose finiteness is found out at once
+TOGETHER = 32  # rows whose loads are under way together
+FEW = 8  # of the last ones, and where some are not finite
 
 # pointers: k, v, lengths, sums (B, Hkv, chunks, D) float32, peaks (B, Hkv, chunks, Dv) int32
 # strides in bytes: batch, head, row, channel of k, then of v
@@ -35,11 +36,12 @@ def magnitude(x):
 
 
 @functools.cache
-def make_add_rows(source: str, careful: bool) -> Any:
-    """add_rows(sums, peak, mine, row_step, rows, tops): rows of a thread's own channel.
+def make_add_rows(source: str, together: int, whole: bool, careful: bool = False) -> Any:
+    """add_rows(total, peak, mine, row_step, rows, tops): rows of a thread's own channel.
 
-    mine : address of the first row's element;  rows : how many of `TOGETHER` there are
-    sums, peak : what so many rows add to, local arrays of one
+    total, peak : the sum and the largest magnitude so far, local arrays of one
+    mine : address of the first row's element;  rows : how many there are, of `together` that are
+        loaded before the first is added; where it is `whole`, as many
     tops : where the rows' largest magnitudes are in shared memory, read if `careful`: rows that are
         not finite are left out
     """
@@ -47,11 +49,12 @@ def make_add_rows(source: str, careful: bool) -> Any:
 
     @device_function
     def add_rows(total, peak, mine, row_step, rows, tops):
-        raw = cuda.local.array(TOGETHER, u32)
-        for r in range(TOGETHER):
-            raw[r] = u32(load(mine + u64(i64(min(i32(r), i32(rows - 1))) * row_step)))
-        for r in range(TOGETHER):
-            kept = r < rows
+        raw = cuda.local.array(together, u32)
+        for r in range(together):
+            row = i32(r) if whole else i32(min(i32(r), i32(rows - 1)))
+            raw[r] = u32(load(mine + u64(i64(row) * row_step)))
+        for r in range(together):
+            kept = True if whole else r < rows
             if careful:
                 kept &= is_finite(ptx.load_shared_s32(tops + u32(4 * r)))
             if kept:
@@ -111,7 +114,8 @@ def make_sum_and_peak(width: int, source: str) -> Any:
     the largest magnitude is as bits. `memory` is shared.
     """
     turns, warps = width // 32, width // 32
-    add_all, add_finite = make_add_rows(source, False), make_add_rows(source, True)
+    add_many, add_few = make_add_rows(source, TOGETHER, True), make_add_rows(source, FEW, False)
+    add_finite = make_add_rows(source, FEW, False, True)
     find_tops, all_finite = make_find_tops(turns, warps, source), make_all_finite(warps)
 
     @device_function
@@ -121,22 +125,26 @@ def make_sum_and_peak(width: int, source: str) -> Any:
         total, peak = cuda.local.array(1, f32), cuda.local.array(1, i32)
         mine = at + u64(i64(thread) * step)
         total[0], peak[0], n = f32(0), i32(0), i32(0)
-        while n < rows:
-            if thread < channels:
+        if thread < channels:
+            while n + TOGETHER <= rows:
                 first = mine + u64(i64(n) * row_step)
-                add_all(total, peak, first, row_step, i32(rows - n), memory)
-            n = i32(n + TOGETHER)
-        if not all_finite(peak[0], memory + u32(4 * TOGETHER), lane, warp):
+                add_many(total, peak, first, row_step, i32(TOGETHER), memory)
+                n = i32(n + TOGETHER)
+            while n < rows:
+                first = mine + u64(i64(n) * row_step)
+                add_few(total, peak, first, row_step, i32(rows - n), memory)
+                n = i32(n + FEW)
+        if not all_finite(peak[0], memory + u32(4 * FEW), lane, warp):
             total[0], peak[0], n = f32(0), i32(0), i32(0)
             while n < rows:
-                left = i32(min(rows - n, TOGETHER))
+                left = i32(min(rows - n, FEW))
                 ahead = u64(i64(n) * row_step)
                 find_tops(memory, at + ahead, steps, channels, left, lane, warp)
                 cuda.syncthreads()
                 if thread < channels:
                     add_finite(total, peak, mine + ahead, row_step, left, memory)
                 cuda.syncthreads()
-                n = i32(n + TOGETHER)
+                n = i32(n + FEW)
         return total[0], peak[0]
 
     return sum_and_peak
@@ -181,4 +189,4 @@ def int8_statistics(d: int, dv: int, source: str, folded: bool = False) -> Sourc
                 to = sums + u64((number * i64(channels) + i64(thread)) * 4)
                 ptx.store_global_f32(to, total)
 
-    return Source(statistics, SIGNATURE, width, 4 * TOGETHER + width // 8)
+    return Source(statistics, SIGNATURE, width, 4 * FEW + width // 8)
