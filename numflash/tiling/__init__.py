@@ -120,14 +120,15 @@ def cuda_tiling(
     """The tiling of the CUDA kernels.
 
     Architectures from sm_86 on use sm_80's; sm_90a has its own for 16-bit numbers and bytes, larger
-    ones for 16-bit problems that are `plain` (no option touches the scores) or have no `band`.
+    ones for problems that are `plain` (no option touches the scores) or, of 16-bit numbers, have no
+    `band`.
     """
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
     widest = max(head_dim, value_dim or 0)
     if widest > CUDA_WIDE:
-        kind = "-wide"
-    elif plain and widest <= CUDA_NARROW:
-        kind = "-narrow"
+        kinds = ["-wide"]
     else:
-        kind = "-full" if plain and not band else ""
-    return tiling(family, dtype + (kind if f"{family}-{dtype}{kind}" in TILINGS else ""))
+        kinds = ["-narrow"] if plain and widest <= CUDA_NARROW else []
+        kinds += ["-full"] if plain and not band else []
+    kind = next((x for x in kinds if f"{family}-{dtype}{x}" in TILINGS), "")
+    return tiling(family, dtype + kind)
