@@ -96,16 +96,17 @@ def choose(problem: Problem, arch: str) -> Chosen:
             "pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8' and 'int16'"
         )
     if arch == "sm_90a" and problem.pv == "int8" and length * packed_heads(nh // nkv) > MMA_ROWS:
-        return Chosen(True, _hopper_tiling(problem), padded(d))
+        return Chosen(True, hopper_tiling(d, dv, option_constants(problem)), padded(d))
     tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8-fp32" if wide else "int8", d, dv)
     return Chosen(False, tiling, smallest(d, tiling.head_dims))
 
 
-def _hopper_tiling(problem: Problem) -> Tiling:
-    """As many rows as registers allow: options that touch the scores take some of them."""
-    d, dv = problem.shape[-2:]
-    chosen = option_constants(problem)
-    plain = not (chosen["mask"] or chosen["bias"] or chosen["alibi"])
+def hopper_tiling(d: int, dv: int, options: dict[str, Any]) -> Tiling:
+    """As many rows as registers allow: options that touch the scores take some, a softcap none.
+
+    options : those of `kernels.int8_rows.Int8Options`
+    """
+    plain = not any(options.get(name) for name in ("mask", "bias", "alibi"))
     return cuda_tiling("sm_90a", "int8", d, dv, plain or dv <= CUDA_NARROW)
 
 

@@ -126,8 +126,9 @@ def flash_int8_hopper(
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     band = chosen.band
-    tile_range, find_block = (
+    tile_range, own_range, find_block = (
         make_tile_range(block_q, block_k, packed, band),
+        make_tile_range(64, block_k, packed, band),
         make_find_block(block_q, band, folded),
     )
     describe_rows = make_describe_rows(packed, chosen, first_keys)
@@ -147,6 +148,13 @@ def flash_int8_hopper(
         ptx.wgmma_fence()
         issue_scores(s, dq, descriptor(DESCRIPTOR, ring + stage * u32(stage_size)))
         ptx.wgmma_commit()
+
+    @device_function
+    def pass_block(n, full, empty):
+        """The ring's block n is none of this warpgroup's."""
+        stage = u32(n & (stages - 1)) * u32(8)
+        ptx.mbarrier_wait(full + stage, u32((n >> turn) & 1))
+        ptx.mbarrier_arrive(empty + stage)
 
     @device_function
     def soften(f, rows, tile, table, scales, block, given, lane):
@@ -305,8 +313,20 @@ def flash_int8_hopper(
             begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(full_q, u32(0))
-            n, last = i32(0), i32(tiles - int(overlap))
-            if overlap and tile < tiles:
+            n = i32(0)
+            # the warpgroup's own rows: some may be beyond the last, and attend to fewer keys
+            own_first = i32(first + (warpgroup - 1) * 64)
+            own, stop, _, _ = own_range(
+                own_first, i32(queries * packed), keys, diagonal, left, right
+            )
+            if own >= stop or own_first >= queries * packed:
+                own, stop = tile, tile
+            while tile < own:
+                pass_block(n, full, empty)
+                n = i32(n + 1)
+                tile = i32(tile + 1)
+            last = i32(stop - int(overlap))
+            if overlap and tile < stop:
                 begin_scores(s, dq, n, full, ring)
                 wait_none()
                 fence_s(s, 0)
@@ -334,11 +354,18 @@ def flash_int8_hopper(
                     fence_s(s, 0)
             # the last block by itself: with a branch around the next one's scores ptxas would wait for
             # each product
-            if overlap and tile < tiles:
+            if overlap and tile < stop:
                 stage = u32(n & (stages - 1))
                 dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
                 soften(f, rows, tile, table, sc + stage * u32(scale_size), block, given, lane)
                 add_all(f, rows, dv_at)
+                ptx.mbarrier_arrive(empty + stage * u32(8))
+                n = i32(n + 1)
+                tile = i32(tile + 1)
+            while tile < tiles:
+                pass_block(n, full, empty)
+                n = i32(n + 1)
+                tile = i32(tile + 1)
             outputs = Outputs(
                 batch,
                 kv_head,

@@ -209,6 +209,7 @@ def int8_results(
         stop = i32(word + group_words)
         word = i32(word + warp)
         while word < stop:
+            c = ptx.fresh(c)
             row = i32(first + first_row(word))
             i = i32(row + row_ahead(lane & 3))
             there = mine < ROWS and i < queries
