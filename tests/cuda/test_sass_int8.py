@@ -190,7 +190,9 @@ def test_hopper(d, name):
         **options,
         **({"packed": 4} if name == "all" else {}),
     )
-    assert block_q == (192 if d == 64 or (d == 128 and name in ("none", "band", "softcap")) else 128)
+    assert block_q == (
+        192 if d == 64 or (d == 128 and name in ("none", "band", "softcap")) else 128
+    )
     columns, places = 64 if d <= 128 else 32, 2 if d <= (64 if block_q == 192 else 128) else 1
     groups = 1 + d // columns
     assert found.count("IGMMA") == places * (d // 32 + 4 * d // columns)

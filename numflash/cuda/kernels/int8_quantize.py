@@ -24,7 +24,6 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .decode_pieces import EXPONENT
 from .int8_four_rows import (
     CHANNELS,
     MAGNITUDE,
@@ -293,7 +292,11 @@ def int8_quantize(
     """
     shape = shape_of(max(d, dv, width))
     place_of, is_whole, read = make_place(shape), make_is_whole(source), make_read(shape, source)
-    unpack, largest, join = make_unpack(shape, source), make_largest(shape), make_join_largest(shape.lanes)
+    unpack, largest, join = (
+        make_unpack(shape, source),
+        make_largest(shape),
+        make_join_largest(shape.lanes),
+    )
     clear_bad, take_means, of_channels = (
         make_clear_bad(shape),
         make_take_means(shape),
@@ -450,4 +453,6 @@ def int8_quantize(
                     ptx.store_global(v_bytes + u64(to), u32(ptx.load_shared_s32(at)))
                     c = i32(c + WARPS)
 
-    return Source(quantize, SIGNATURE, THREADS, TILE + dv * KEY_BLOCK, blocks=2 if shape.turns == 1 else 1)
+    return Source(
+        quantize, SIGNATURE, THREADS, TILE + dv * KEY_BLOCK, blocks=2 if shape.turns == 1 else 1
+    )

@@ -15,7 +15,7 @@ from ...numerics.quantize_kernels import CHUNK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .decode_pieces import EXPONENT, warp_max_i32
+from .decode_pieces import warp_max_i32
 from .int8_four_rows import MAGNITUDE, is_finite, make_as_float, make_load
 from .pieces import make_find_block
 
