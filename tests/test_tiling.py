@@ -193,14 +193,14 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
     turing = arch == "sm_75"
     found = {}
     kinds = [(dtype, plain) for dtype in ("float16", "bfloat16") for plain in (False, True)]
-    kinds += [("int8", False), ("int8-fp32", False)]
+    kinds += [("int8", False), ("int8", True), ("int8-fp32", False)]
     for dtype, plain in kinds:
         if turing and dtype in ("bfloat16", "int8-fp32"):
             continue
         t = tiling.cuda_tiling(arch, dtype, d, plain=plain)
         sizes = t.sizes(d)
         if (arch, dtype) == ("sm_90a", "int8"):
-            made = flash_int8_hopper(sizes["d"], sizes["dv"])
+            made = flash_int8_hopper(sizes["d"], sizes["dv"], t.block_q)
         elif dtype.startswith("int8"):
             made = flash_int8(
                 sizes["d"],
@@ -244,7 +244,11 @@ def test_the_cuda_tilings_are_looked_up():
         129: (128, 64)
     }
     assert tiling.cuda_tiling("sm_80", "float16", 64, plain=True).name == "sm_80-float16"
-    assert tiling.cuda_tiling("sm_90a", "int8", 256).name == "sm_90a-int8-wide"
+    assert tiling.cuda_tiling("sm_90a", "int8", 256, plain=True).name == "sm_90a-int8-wide"
+    assert [tiling.cuda_tiling("sm_90a", "int8", 64, plain=x).block_q for x in (False, True)] == [
+        128,
+        192,
+    ]
     assert tiling.cuda_tiling("sm_75", "float32", 64).name == "sm_80-float32"
     assert tiling.TILINGS["sm_90a-float16"].explain(128).splitlines()[1:3] == [
         "  register tile 64 x 128 scores per warpgroup: 64 of each thread",

@@ -148,6 +148,7 @@ def kernels(arch: str) -> Iterator[Row]:
     from .kernels.flash_hopper import flash_hopper
     from .kernels.flash_int8 import flash_int8
     from .kernels.flash_int8_hopper import flash_int8_hopper
+    from .launch_int8 import hopper_tiling
 
     def row(name: str, factory: Any, products: int = 0, **constants: Any) -> Row:
         return Row(name, (factory, arch, tuple(sorted(constants.items()))), products)
@@ -175,7 +176,8 @@ def kernels(arch: str) -> Iterator[Row]:
         halves = tiling.key_block // (tiling.nv * tiling.lanes)
         tile = 2 * WARP_ROWS * d * KEY_BLOCK // (1 if hopper else halves)
         if hopper:
-            yield row(f"INT8 forward, D={d}", flash_int8_hopper, tile, **size)
+            block_q = hopper_tiling(d, d, {}).block_q
+            yield row(f"INT8 forward, D={d}", flash_int8_hopper, tile, **size, block_q=block_q)
         else:
             yield row(f"INT8 forward, D={d}", flash_int8, tile, **size, block_q=64, halves=halves)
     for d in (64, 128):

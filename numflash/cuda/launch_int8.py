@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..numerics import fixedpoint as fx
 from ..numerics.quantization import float_values
 from ..numerics.scores import cap_shift, combined_scale, log_sum_exp, row_shift
-from ..tiling import KEY_BLOCK, Tiling, cuda_tiling
+from ..tiling import CUDA_NARROW, KEY_BLOCK, Tiling, cuda_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
 from .device.operands import (
@@ -74,8 +74,8 @@ class Operands(NamedTuple):
 class Chosen(NamedTuple):
     """The kernel for a problem.
 
-    hopper : `flash_int8_hopper`, else `flash_int8`;  tiling : of the latter;  width : channels of
-        K's rows as it computes with them
+    hopper : `flash_int8_hopper`, else `flash_int8`;  tiling : its own;  width : channels of K's rows
+        as it computes with them
     """
 
     hopper: bool
@@ -95,11 +95,19 @@ def choose(problem: Problem, arch: str) -> Chosen:
         raise UnsupportedError(
             "pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8' and 'int16'"
         )
+    if arch == "sm_90a" and problem.pv == "int8" and length * packed_heads(nh // nkv) > MMA_ROWS:
+        return Chosen(True, hopper_tiling(d, dv, option_constants(problem)), padded(d))
     tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8-fp32" if wide else "int8", d, dv)
-    hopper = (
-        arch == "sm_90a" and problem.pv == "int8" and length * packed_heads(nh // nkv) > MMA_ROWS
-    )
-    return Chosen(hopper, tiling, padded(d) if hopper else smallest(d, tiling.head_dims))
+    return Chosen(False, tiling, smallest(d, tiling.head_dims))
+
+
+def hopper_tiling(d: int, dv: int, options: dict[str, Any]) -> Tiling:
+    """As many rows as registers allow: options that touch the scores take some, a softcap none.
+
+    options : those of `kernels.int8_rows.Int8Options`
+    """
+    plain = not any(options.get(name) for name in ("mask", "bias", "alibi"))
+    return cuda_tiling("sm_90a", "int8", d, dv, plain or dv <= CUDA_NARROW)
 
 
 def sizes_of(problem: Problem) -> tuple[int, int]:
@@ -186,11 +194,11 @@ def launch_of(
     outputs = (x.out, x.octave, x.total)
     row_bytes, channels = x.query.shape[-1], x.value_scale.shape[-1]
     if chosen.hopper:
-        from .kernels.flash_int8_hopper import BLOCK_Q, PANEL_BYTES, flash_int8_hopper
+        from .kernels.flash_int8_hopper import PANEL_BYTES, flash_int8_hopper
 
-        packed = packed_heads(group)
+        packed, block_q = packed_heads(group), chosen.tiling.block_q
         maps = [
-            TensorMap(packed_rows(x.query, packed), (1, 1, BLOCK_Q // packed, packed, PANEL_BYTES)),
+            TensorMap(packed_rows(x.query, packed), (1, 1, block_q // packed, packed, PANEL_BYTES)),
             TensorMap(x.key, (1, 1, KEY_BLOCK, PANEL_BYTES)),
             TensorMap(x.value, (1, 1, padded(dv), KEY_BLOCK)),
             TensorMap(x.key_scale, (1, 1, 1, KEY_BLOCK), swizzle=0),
@@ -201,8 +209,13 @@ def launch_of(
             (length, channels, nh, left, right, row_bytes),
             cap,
         )
-        constants: dict[str, Any] = {"d": chosen.width, **options, "packed": packed}
-        grid = (-(-length * packed // BLOCK_Q), nh // packed, nb)
+        constants: dict[str, Any] = {
+            "d": chosen.width,
+            "block_q": block_q,
+            **options,
+            "packed": packed,
+        }
+        grid = (-(-length * packed // block_q), nh // packed, nb)
         return Launch(
             flash_int8_hopper, constants, arch, grid, args, finish, resident, written=outputs
         )

@@ -123,7 +123,8 @@ def cuda_tiling(
     """The tiling of the CUDA kernels.
 
     Architectures from sm_86 on use sm_80's; sm_90a has its own for 16-bit numbers and bytes, larger
-    ones for 16-bit problems that are `plain` (no option touches the scores) or have no band.
+    ones for problems that are `plain` (no option touches the scores) or, of 16-bit numbers, have no
+    band.
 
     band : rows of a head with a band, of heads that are packed together for all; 0 without one. Of
         so few as `CUDA_FEW_ROWS` larger tiles would hide too many scores.
@@ -131,12 +132,13 @@ def cuda_tiling(
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
     widest = max(head_dim, value_dim or 0)
     if widest > CUDA_WIDE:
-        kind = "-wide"
-    elif widest <= CUDA_NARROW:
-        kind = "-narrow" if plain and not 0 < band <= CUDA_FEW_ROWS else ""
+        kinds = ["-wide"]
     else:
-        kind = "-full" if plain and not band else ""
-    return tiling(family, dtype + (kind if f"{family}-{dtype}{kind}" in TILINGS else ""))
+        few = 0 < band <= CUDA_FEW_ROWS
+        kinds = ["-narrow"] if plain and widest <= CUDA_NARROW and not few else []
+        kinds += ["-full"] if plain and not band else []
+    kind = next((x for x in kinds if f"{family}-{dtype}{x}" in TILINGS), "")
+    return tiling(family, dtype + kind)
 
 
 def gradient_tiling(gradients: str, dtype: str, head_dim: int) -> Tiling:

@@ -155,8 +155,11 @@ def _cuda_int8(arch: str, buffers: tuple[Buffer, ...], kind: str = "", halves: i
     )  # fmt: skip
 
 
-def _hopper_int8(stages: int, kind: str = "") -> Tiling:
-    """Two warpgroups of 64 rows, a ring by TMA.
+def _hopper_int8(stages: int, kind: str = "", block_q: int = 128) -> Tiling:
+    """Two or three warpgroups of 64 rows, a ring by TMA.
+
+    Three are "-full", where ptxas keeps their rows in registers: up to 64 channels of V, or up to 128
+    where no option touches the scores but a softcap.
 
     Rows of Q and K are padded to whole swizzles of 128 bytes by the copies.
     """
@@ -169,7 +172,7 @@ def _hopper_int8(stages: int, kind: str = "") -> Tiling:
         Buffer("barriers, alignment", 1, 2048, "int8"),
     )
     return _cuda(
-        "sm_90a", "int8", buffers, kind=kind, mr=64, nv=KEY_BLOCK // 8, block_q=128,
+        "sm_90a", "int8", buffers, kind=kind, mr=64, nv=KEY_BLOCK // 8, block_q=block_q,
         key_block=KEY_BLOCK, head_dims=(128, 256), value_dims=CUDA_HEAD_DIMS,
     )  # fmt: skip
 
@@ -250,6 +253,7 @@ TILINGS = {
             halves=2,
         ),
         _hopper_int8(stages=4),
+        _hopper_int8(stages=4, kind="-full", block_q=192),
         _hopper_int8(stages=2, kind="-wide"),
         _cuda(
             "sm_80", "float32", (), mr=1, nv=1, lanes=1, block_q=4, key_block=1,

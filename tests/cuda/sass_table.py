@@ -22,8 +22,9 @@ from numflash.cuda.kernels.decode_int8 import decode_int8
 from numflash.cuda.kernels.flash_float import flash_float
 from numflash.cuda.kernels.flash_float32 import flash_float32
 from numflash.cuda.kernels.flash_hopper import flash_hopper
-from numflash.cuda.kernels.int8_quantize import int8_quantize, int8_statistics
+from numflash.cuda.kernels.int8_quantize import int8_quantize
 from numflash.cuda.kernels.int8_results import int8_results
+from numflash.cuda.kernels.int8_statistics import int8_statistics
 from numflash.tiling import CUDA_HEAD_DIMS, cuda_tiling
 
 PLAIN = {}

@@ -866,14 +866,14 @@ MUTANTS = [
     ),
     Mutant(
         "cuda/kernels/int8_quantize.py",
-        "i32(finer(key) - whole * fx.FINER) if good_k else i32(0)",
-        "i32(0)",
+        "u32(finer(key) - whole * fx.FINER)",
+        "u32(0)",
         CUDA_QUANTIZED,
     ),
     Mutant(
-        "cuda/kernels/int8_quantize.py",
-        "if ptx.load_shared_s32(tops + u32(4 * r)) < EXPONENT:",
-        "if True:",
+        "cuda/kernels/int8_statistics.py",
+        "kept &= is_finite(ptx.load_shared_s32(tops + u32(4 * r)))",
+        "pass",
         CUDA_QUANTIZED,
     ),
 ]

@@ -105,7 +105,8 @@ def _quantise(
     problem: Problem, arch: str, dtype: str, chosen: Chosen, memory: dict[str, np.ndarray]
 ) -> list[Launch]:
     """The launches that fill `Operands`."""
-    from ..kernels.int8_quantize import int8_quantize, int8_statistics
+    from ..kernels.int8_quantize import int8_quantize
+    from ..kernels.int8_statistics import int8_statistics
 
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v = problem.query, problem.key, problem.value
@@ -162,7 +163,7 @@ def _write(
     memory: dict[str, np.ndarray],
 ) -> Launch:
     """The launch that writes out and lse."""
-    from ..kernels.int8_results import WARPS, int8_results
+    from ..kernels.int8_results import BLOCK_ROWS, int8_results
 
     nb, nh, nkv, length, _, d, dv = problem.shape
     out, lse = results
@@ -181,7 +182,7 @@ def _write(
             **folding(nb),
         },
         arch,
-        (-(-length // WARPS), nh, nb),
+        (-(-length // BLOCK_ROWS), nh, nb),
         (
             (*found, sinks, out, lse),
             out.strides[:3],

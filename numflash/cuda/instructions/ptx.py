@@ -114,6 +114,9 @@ pack_turing = op(
 load_global_v4 = op(
     "ld.global.nc.v4.b32 <d>, [<address>];", memory=True, d=out(4, u32), address=u64
 )
+load_global_v2 = op(
+    "ld.global.nc.v2.b32 <d>, [<address>];", memory=True, d=out(2, u32), address=u64
+)
 store_global_v4 = op(
     "st.global.v4.b32 [<address>], <s>;", memory=True, address=u64, s=Fragment(4, u32)
 )
@@ -217,6 +220,7 @@ shuffle_xor = op("shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", f32,
 shuffle_xor_i32 = op(
     "shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", i32, a=i32, lanes=u32
 )
+shuffle = op("shfl.sync.idx.b32 <r>, <a>, <lane>, 0x1f, 0xffffffff;", f32, a=f32, lane=i32)
 uniform = op(
     "shfl.sync.idx.b32 <r>, <a>, 0, 0x1f, 0xffffffff;",
     i32,

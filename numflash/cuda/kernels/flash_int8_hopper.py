@@ -3,9 +3,11 @@
 The integer pipeline of `flash_int8` with TMA, wgmma on bytes and specialised warps.
 
 One thread of the first warpgroup brings blocks of 128 keys, K with V and K's scales, by TMA into a
-ring; the other two warpgroups own 64 query rows each. Their softmax is the longest part (eleven
-instructions per score), so the products overlap with the other warpgroup; within one, Q . K^T of
-the next block runs beside the scaling of this block's sums.
+ring; the other warpgroups own 64 query rows each. Their softmax is the longest part (eleven
+instructions per score), and products are waited for, so there are three where 160 registers a
+thread are enough: while one waits, the schedulers still have warps of two others. Where they are
+not, two have 240 registers. Up to 64 channels, and with two up to 128, Q . K^T of the next block
+runs beside the scaling of this block's sums.
 
 wgmma reads bytes with k along memory only (K-major), for both operands: K is stored so; V is stored
 transposed (channels x keys) and permuted once, as for `mma.sync`: transposed here, it would cross
@@ -22,11 +24,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...numerics.fixedpoint import FIRST_KEYS
-from ...tiling import KEY_BLOCK, tiling
+from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
+from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, descriptor, make_issue_scores
 from .int8_first import make_begin_rows
 from .int8_rows import (
     ROW_BYTES,
@@ -49,7 +51,6 @@ from .int8_weights import make_weigh
 from .pieces import make_find_block, make_tile_range
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-BLOCK_Q = tiling("sm_90a", "int8").block_q
 MAPS = 4
 
 # pointers: tensor maps of q, k, v, ck (4 x 128 bytes), out, m, l, cq, value scale, diagonal,
@@ -87,6 +88,7 @@ class Rows(NamedTuple):
 def flash_int8_hopper(
     d: int,
     dv: int,
+    block_q: int,
     group: int = 1,
     packed: int = 1,
     first_keys: int = FIRST_KEYS,
@@ -95,11 +97,14 @@ def flash_int8_hopper(
 ) -> Source:
     """The kernel for padded head sizes d and dv (multiples of 32).
 
+    block_q : 128 rows or 192, 64 for each warpgroup that computes
+
     `packed`, a power of two, divides `group`; `first_keys` is `Problem.first_keys`, `options` are
     those of `Int8Options`.
     """
     chosen = Int8Options(**options)
-    block_k, more_registers = KEY_BLOCK, MORE[BLOCK_Q // 64]
+    consumers = block_q // 64
+    block_k, more_registers = KEY_BLOCK, MORE[consumers]
     k_steps, key_tiles, value_tiles, p_steps = d // 32, block_k // 8, dv // 8, block_k // 32
     # of one product P . V: its sums are registers, beside the scores
     columns = 32 if dv > 128 or dv % 64 else 64
@@ -107,9 +112,10 @@ def flash_int8_hopper(
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 8
     panels = -(-d // PANEL_BYTES)
     stages = 4 if max(d, dv) <= 128 else 2
-    overlap = dv <= 128  # beyond, there are no registers for scores beside sums
+    # beyond, there are no registers for scores beside sums
+    overlap = dv <= (128 if consumers == 2 else 64)
     turn = stages.bit_length() - 1
-    q_panel, k_panel = BLOCK_Q * PANEL_BYTES, block_k * PANEL_BYTES
+    q_panel, k_panel = block_q * PANEL_BYTES, block_k * PANEL_BYTES
     k_size, v_size, scale_size = panels * k_panel, dv * block_k, block_k * 4
     stage_size = k_size + v_size
     ring_at = 1024 + panels * q_panel
@@ -120,9 +126,10 @@ def flash_int8_hopper(
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     band = chosen.band
-    tile_range, find_block = (
-        make_tile_range(BLOCK_Q, block_k, packed, band),
-        make_find_block(BLOCK_Q, band, folded),
+    tile_range, own_range, find_block = (
+        make_tile_range(block_q, block_k, packed, band),
+        make_tile_range(64, block_k, packed, band),
+        make_find_block(block_q, band, folded),
     )
     describe_rows = make_describe_rows(packed, chosen, first_keys)
     begin_rows = make_begin_rows(d, dv, value_tiles, chosen, False, first_keys)
@@ -141,6 +148,13 @@ def flash_int8_hopper(
         ptx.wgmma_fence()
         issue_scores(s, dq, descriptor(DESCRIPTOR, ring + stage * u32(stage_size)))
         ptx.wgmma_commit()
+
+    @device_function
+    def pass_block(n, full, empty):
+        """The ring's block n is none of this warpgroup's."""
+        stage = u32(n & (stages - 1)) * u32(8)
+        ptx.mbarrier_wait(full + stage, u32((n >> turn) & 1))
+        ptx.mbarrier_arrive(empty + stage)
 
     @device_function
     def soften(f, rows, tile, table, scales, block, given, lane):
@@ -217,7 +231,7 @@ def flash_int8_hopper(
             ptx.mbarrier_init(full_q, u32(1))
             for i in range(stages):
                 ptx.mbarrier_init(full + u32(8 * i), u32(1))
-                ptx.mbarrier_init(empty + u32(8 * i), u32(256))
+                ptx.mbarrier_init(empty + u32(8 * i), u32(128 * consumers))
             ptx.fence_mbarrier_init()
             for i in range(MAPS):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
@@ -299,8 +313,20 @@ def flash_int8_hopper(
             begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(full_q, u32(0))
-            n, last = i32(0), i32(tiles - int(overlap))
-            if overlap and tile < tiles:
+            n = i32(0)
+            # the warpgroup's own rows: some may be beyond the last, and attend to fewer keys
+            own_first = i32(first + (warpgroup - 1) * 64)
+            own, stop, _, _ = own_range(
+                own_first, i32(queries * packed), keys, diagonal, left, right
+            )
+            if own >= stop or own_first >= queries * packed:
+                own, stop = tile, tile
+            while tile < own:
+                pass_block(n, full, empty)
+                n = i32(n + 1)
+                tile = i32(tile + 1)
+            last = i32(stop - int(overlap))
+            if overlap and tile < stop:
                 begin_scores(s, dq, n, full, ring)
                 wait_none()
                 fence_s(s, 0)
@@ -328,11 +354,18 @@ def flash_int8_hopper(
                     fence_s(s, 0)
             # the last block by itself: with a branch around the next one's scores ptxas would wait for
             # each product
-            if overlap and tile < tiles:
+            if overlap and tile < stop:
                 stage = u32(n & (stages - 1))
                 dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
                 soften(f, rows, tile, table, sc + stage * u32(scale_size), block, given, lane)
                 add_all(f, rows, dv_at)
+                ptx.mbarrier_arrive(empty + stage * u32(8))
+                n = i32(n + 1)
+                tile = i32(tile + 1)
+            while tile < tiles:
+                pass_block(n, full, empty)
+                n = i32(n + 1)
+                tile = i32(tile + 1)
             outputs = Outputs(
                 batch,
                 kv_head,
@@ -347,4 +380,4 @@ def flash_int8_hopper(
             )
             write_rows(Sums(o, m, l), table, outputs, i32(0), lane)
 
-    return Source(flash, SIGNATURE, THREADS, table_at + BLOCK_Q * ROW_BYTES + 1024)
+    return Source(flash, SIGNATURE, 128 * (1 + consumers), table_at + block_q * ROW_BYTES + 1024)

@@ -12,8 +12,7 @@ from ..compile.target import device_function, types
 from ..instructions import ptx
 
 i32, u32, u64 = types.int32, types.uint32, types.uint64
-# a producer and two consumer warpgroups; a panel's rows are the span of the swizzle
-THREADS = 384
+# a panel's rows are the span of the swizzle
 PANEL_BYTES = 128
 # matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart (PTX 9.7.15.5.1.2.2)
 DESCRIPTOR = (1 << 62) | (64 << 32)

@@ -1,9 +1,9 @@
 """Float query, key and value that are on the card to the operands of the INT8 kernels.
 
 Two kernels, since the mean of K and the largest magnitudes of V's channels are those of all keys:
-
-    statistics   sum of every channel of K, largest magnitude of V's, `CHUNK` keys to a block
-    quantise     128 rows to a block: of a query head, or keys with their values
+`int8_statistics`, then this one, which reads everything once. A block takes 128 rows of a query
+head, or 128 keys with their values; a warp reads four of them at a time (`int8_four_rows`), whose
+values are then bytes that follow each other in V as stored.
 
 The bits are those of `quantization.quantize_problem`: IEEE operations that round once, in the same
 order where the order counts. That is the case in the mean only: each chunk's sum is added key by key
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...numerics import fixedpoint as fx
 from ...numerics.quantize_kernels import CHUNK, LARGEST, NO_SCALE
@@ -24,7 +24,24 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .decode_pieces import EXPONENT, warp_max_i32
+from .int8_four_rows import (
+    CHANNELS,
+    MAGNITUDE,
+    ROWS,
+    Shape,
+    first_row,
+    four_bytes,
+    is_finite,
+    make_clear_bad,
+    make_is_whole,
+    make_join_largest,
+    make_largest,
+    make_read,
+    make_unpack,
+    row_ahead,
+    shape_of,
+    spread,
+)
 from .pieces import make_find_block
 
 i32, i64, u32, u64, f32, f64 = (
@@ -32,22 +49,14 @@ i32, i64, u32, u64, f32, f64 = (
 )  # fmt: skip
 THREADS = 256  # one for each channel of the largest head
 WARPS = THREADS // 32
-ROWS = KEY_BLOCK  # of a block of `int8_quantize`
-TOGETHER = 32  # rows whose finiteness a block of `int8_statistics` finds out at once
-PITCH = KEY_BLOCK + 4  # bytes of a channel of V in shared memory: 32 lanes hit 32 banks
+WORDS = KEY_BLOCK // ROWS  # of a channel of V in a block: each holds four keys
+SUMS_TOGETHER = 8  # chunks whose sums are loaded at once
 MEANS, FACTORS, TILE = 0, 4 * THREADS, 8 * THREADS  # where these are in shared memory
-MAGNITUDE = 0x7FFFFFFF
 NAN = f32(math.nan)
 MOST = f32(LARGEST)
 LEAST_PEAK = f32(NO_SCALE)
 SCALE_LIMIT = f32(LIMIT)
 
-# pointers: k, v, lengths, sums (B, Hkv, chunks, D) float32, peaks (B, Hkv, chunks, Dv) int32
-# strides in bytes: batch, head, row, channel of k, then of v
-# sizes: KV heads, keys, D, Dv
-STATISTICS = types.void(
-    types.UniTuple(u64, 5), types.UniTuple(i64, 8), types.UniTuple(i32, 4)
-)  # fmt: skip
 # pointers: q, k, v, lengths, sums, peaks; then what is written: q bytes, their scales, cq, shifts,
 # k bytes, key scales, v bytes, value scales, mean of k, and of the first keys: planes, scales,
 # values
@@ -55,65 +64,18 @@ STATISTICS = types.void(
 # sizes: query heads, KV heads, queries, keys, D, Dv, bytes of a row of q and k, channels of v (a
 # multiple of 4), keys of v as stored
 # factors: what turns scales of Q into cq
-QUANTIZE = types.void(
+SIGNATURE = types.void(
     types.UniTuple(u64, 18), types.UniTuple(i64, 12), types.UniTuple(i32, 9), types.UniTuple(f32, 1)
 )
 
 
-@functools.cache
-def make_load(source: str) -> Any:
-    """load(address): one element as float32."""
-    if source == "float32":
-        return ptx.load_global_f32
+class Place(NamedTuple):
+    """A lane's place in its warp, and what it takes of four rows."""
 
-    @device_function
-    def load(address):
-        bits = ptx.load_global_u16(address)
-        return ptx.from_bits(bits << u32(16)) if bfloat16 else ptx.half_to_float(bits)
-
-    bfloat16 = source == "bfloat16"
-    return load
-
-
-@functools.cache
-def make_read_row(turns: int, source: str) -> Any:
-    """read_row(x, row, step, channels, lane) -> largest magnitude of the row, as bits.
-
-    Lane n of the warp gets channels n, n + 32, ... in x, zeros beyond the row.
-    """
-    load = make_load(source)
-
-    @device_function
-    def read_row(x, row, step, channels, lane):
-        top = i32(0)
-        for t in range(turns):
-            c = i32(lane + 32 * t)
-            x[t] = f32(0)
-            if c < channels:
-                x[t] = load(row + u64(i64(c) * step))
-            top = ptx.imax(top, i32(ptx.bits(x[t]) & u32(MAGNITUDE)))
-        return warp_max_i32(top)
-
-    return read_row
-
-
-@functools.cache
-def make_scale_row(turns: int, smooth: bool) -> Any:
-    """scale_row(x, means, lane) -> (scale, factor) of a finite row: takes the means off x, which
-    are in shared memory.
-    """
-
-    @device_function
-    def scale_row(x, means, lane):
-        top = i32(0)
-        for t in range(turns):
-            if smooth:
-                moved = ptx.sub(x[t], ptx.load_shared_f32(means + u32((lane + 32 * t) * 4)))
-                x[t] = ptx.fmin(ptx.fmax(moved, -MOST), MOST)
-            top = ptx.imax(top, i32(ptx.bits(x[t]) & u32(MAGNITUDE)))
-        return scale_of(ptx.from_bits(u32(warp_max_i32(top))))
-
-    return scale_row
+    lane: Any
+    own: Any  # its place among the lanes of a row
+    c: Any  # its first channel
+    ahead: Any  # row `lane % 4` of the four, from the first on
 
 
 @device_function
@@ -132,117 +94,184 @@ def finer(t):
 
 
 @device_function
-def place_of(key):
-    """Where a key's values are in its block: the inverse of `flash_int8.permuted_keys`."""
-    return i32((key & ~15) | ((key & 6) << 1) | ((key & 8) >> 2) | (key & 1))
+def largest_of(top):
+    return ptx.imax(ptx.imax(top[0], top[1]), ptx.imax(top[2], top[3]))
 
 
 @functools.cache
-def make_sum_and_peak(turns: int, source: str) -> Any:
-    """sum_and_peak(at, row_step, step, channels, first, stop, tops, thread) -> (sum, peak).
-
-    Of a thread's own channel over the finite rows from `first` to `stop`, of the head at `at`. The
-    sum is added row by row; the largest magnitude is as bits. `tops` is in shared memory.
-    """
-    read_row, load = make_read_row(turns, source), make_load(source)
+def make_place(shape: Shape) -> Any:
+    """place(lane) -> (Place, the first of the lane's words of four rows, for warp 0)."""
+    group_words = WORDS // shape.beside
 
     @device_function
-    def sum_and_peak(at, row_step, step, channels, first, stop, tops, thread):
-        lane, warp = i32(thread & 31), i32(thread >> 5)
-        x = cuda.local.array(turns, f32)
-        total, peak = f32(0), i32(0)
-        while first < stop:
-            for turn in range(TOGETHER // WARPS):
-                r = i32(turn * WARPS + warp)
-                top = i32(EXPONENT)  # rows that do not exist count as not finite
-                if first + r < stop:
-                    top = read_row(x, at + u64(i64(first + r) * row_step), step, channels, lane)
-                if lane == 0:
-                    ptx.store_shared(tops + u32(4 * r), u32(top))
-            cuda.syncthreads()
-            if thread < channels:
-                mine = at + u64(i64(thread) * step)
-                for r in range(TOGETHER):  # a chain of additions, but the loads are not
-                    row = i32(min(first + r, stop - 1))
-                    value = load(mine + u64(i64(row) * row_step))
-                    if ptx.load_shared_s32(tops + u32(4 * r)) < EXPONENT:
-                        total = ptx.add(total, value)
-                        peak = ptx.imax(peak, i32(ptx.bits(value) & u32(MAGNITUDE)))
-            cuda.syncthreads()
-            first = i32(first + TOGETHER)
-        return total, peak
+    def place(lane):
+        own = i32(lane & (shape.lanes - 1))
+        word = i32(lane // shape.lanes * group_words)
+        return Place(lane, own, i32(CHANNELS * own), row_ahead(lane & 3)), word
 
-    return sum_and_peak
-
-
-def int8_statistics(d: int, dv: int, source: str, folded: bool = False) -> Source:
-    """Sums of K's channels and peaks of V's, of the finite rows of a chunk of keys.
-
-    Padded head sizes; `source` is the dtype of K and V. Blocks: chunks, KV heads of V and then,
-    where K is smoothed, of K, batches.
-    """
-    sum_and_peak = make_sum_and_peak((max(d, dv) + 31) // 32, source)
-    find_block = make_find_block(CHUNK, folded=folded)
-
-    def statistics(pointers, strides, sizes):
-        k, v, lengths, sums, peaks = pointers
-        kv_heads, keys, channels, columns = sizes
-        shared = cuda.shared.array(0, u32)
-        tops = ptx.shared_address(shared)
-        thread = i32(cuda.threadIdx.x)
-        rows = i32(max(1, keys))  # there is a chunk even without keys
-        first, head, batch = find_block(rows)
-        chunk, chunks = i32(first // CHUNK), i64((rows + CHUNK - 1) // CHUNK)
-        stop = i32(min(first + CHUNK, ptx.load_global_s32(lengths + u64(batch * 4))))
-        if head < kv_heads:
-            at = v + u64(i64(batch) * strides[4] + i64(head) * strides[5])
-            _, peak = sum_and_peak(at, strides[6], strides[7], columns, first, stop, tops, thread)
-            number = i64(i32(batch * kv_heads + head)) * chunks + i64(chunk)
-            if thread < columns:
-                to = peaks + u64((number * i64(columns) + i64(thread)) * 4)
-                ptx.store_global(to, u32(peak))
-        else:
-            head = i32(head - kv_heads)
-            at = k + u64(i64(batch) * strides[0] + i64(head) * strides[1])
-            total, _ = sum_and_peak(at, strides[2], strides[3], channels, first, stop, tops, thread)
-            number = i64(i32(batch * kv_heads + head)) * chunks + i64(chunk)
-            if thread < channels:
-                to = sums + u64((number * i64(channels) + i64(thread)) * 4)
-                ptx.store_global_f32(to, total)
-
-    return Source(statistics, STATISTICS, THREADS, 4 * TOGETHER)
+    return place
 
 
 @functools.cache
 def make_find_means(smooth: bool) -> Any:
     """find_means(table, sums, peaks, chunks, length, channels, columns, thread) -> (mean, scale).
 
-    A thread's own channel of K and of V; means and factors go to shared memory, zeros for channels
+    Of a thread's own channel of K, and of the one of V that is half of the threads further: up to 128
+    channels different warps read the two. Means and factors go to shared memory, zeros for channels
     that are none.
     """
 
     @device_function
     def find_means(table, sums, peaks, chunks, length, channels, columns, thread):
-        mean, scale, factor = f32(0), f32(0), f32(0)
+        mean, scale, factor, value = f32(0), f32(0), f32(0), i32(thread ^ (THREADS // 2))
+        few = cuda.local.array(SUMS_TOGETHER, f32)
         if smooth and thread < channels:
             total = f64(0)
-            for n in range(chunks):
-                at = sums + u64((i64(n) * i64(channels) + i64(thread)) * 4)
-                total += f64(ptx.load_global_f32(at))
+            for first in range(0, chunks, SUMS_TOGETHER):
+                for i in range(SUMS_TOGETHER):
+                    n = i64(min(i32(first + i), i32(chunks - 1)))
+                    few[i] = ptx.load_global_f32(sums + u64((n * channels + thread) * 4))
+                for i in range(SUMS_TOGETHER):
+                    if i32(first + i) < chunks:
+                        total += f64(few[i])
             mean = ptx.div(f32(total), ptx.to_float(i32(max(length, 1))))
-            if i32(ptx.bits(mean) & u32(MAGNITUDE)) >= EXPONENT:
+            if not is_finite(i32(ptx.bits(mean) & u32(MAGNITUDE))):
                 mean = f32(0)
-        if thread < columns:
+        if value < columns:
             peak = i32(0)
             for n in range(chunks):
-                at = peaks + u64((i64(n) * i64(columns) + i64(thread)) * 4)
+                at = peaks + u64((i64(n) * columns + value) * 4)
                 peak = ptx.imax(peak, ptx.load_global_s32(at))
             scale, factor = scale_of(ptx.from_bits(u32(peak)))
         ptx.store_shared_f32(table + u32(MEANS + 4 * thread), mean)
-        ptx.store_shared_f32(table + u32(FACTORS + 4 * thread), factor)
+        ptx.store_shared_f32(table + u32(FACTORS + 4 * value), factor)
         return mean, scale
 
     return find_means
+
+
+@functools.cache
+def make_of_channels(shape: Shape) -> Any:
+    """of_channels(x, table, c): the numbers of a lane's channels, from a table of all."""
+    span = CHANNELS * shape.lanes
+
+    @device_function
+    def of_channels(x, table, c):
+        for t in range(shape.turns):
+            for i in range(CHANNELS):
+                at = table + u32(4 * (c + span * t + i))
+                x[CHANNELS * t + i] = ptx.load_shared_f32(at)
+
+    return of_channels
+
+
+@functools.cache
+def make_take_means(shape: Shape) -> Any:
+    """take_means(x, means, top): the means off four rows of K, `top` for `make_largest`.
+
+    Finite differences stay finite; a row that is not so keeps a `top` that says it.
+    """
+    own = CHANNELS * shape.turns
+
+    @device_function
+    def take_means(x, means, top):
+        for r in range(ROWS):
+            given, moved = top[r], i32(0)
+            for i in range(own):
+                less = ptx.sub(x[own * r + i], means[i])
+                x[own * r + i] = ptx.fmin(ptx.fmax(less, -MOST), MOST)
+                moved = ptx.imax(moved, i32(ptx.bits(x[own * r + i]) & u32(MAGNITUDE)))
+            top[r] = moved if is_finite(given) else given
+
+    return take_means
+
+
+@functools.cache
+def make_store_rows(shape: Shape) -> Any:
+    """store_rows(to, x, factors, first, stop, row_bytes, c): four rows of bytes."""
+    own, span = CHANNELS * shape.turns, CHANNELS * shape.lanes
+
+    @device_function
+    def store_rows(to, x, factors, first, stop, row_bytes, c):
+        for r in range(ROWS):
+            row = i32(first + row_ahead(r))
+            at = to + u64(i64(row) * i64(row_bytes) + i64(c))
+            for t in range(shape.turns):
+                n = own * r + CHANNELS * t
+                word = four_bytes(
+                    ptx.mul(x[n], factors[r]),
+                    ptx.mul(x[n + 1], factors[r]),
+                    ptx.mul(x[n + 2], factors[r]),
+                    ptx.mul(x[n + 3], factors[r]),
+                )
+                if row < stop and c + span * t < row_bytes:
+                    ptx.store_global(at + u64(span * t), word)
+
+    return store_rows
+
+
+@functools.cache
+def make_store_values(shape: Shape) -> Any:
+    """store_values(tile, y, factors, word, columns, c): word `word` of the lane's channels of V.
+
+    The words of a channel are turned by the lane that stores them, so that lanes hit all banks.
+    """
+    own, span = CHANNELS * shape.turns, CHANNELS * shape.lanes
+
+    @device_function
+    def store_values(tile, y, factors, word, columns, c):
+        for t in range(shape.turns):
+            if c + span * t < columns:
+                for i in range(CHANNELS):
+                    n = CHANNELS * t + i
+                    bytes_of_channel = four_bytes(
+                        ptx.mul(y[n], factors[n]),
+                        ptx.mul(y[own + n], factors[n]),
+                        ptx.mul(y[2 * own + n], factors[n]),
+                        ptx.mul(y[3 * own + n], factors[n]),
+                    )
+                    at = tile + u32((c + span * t + i) * KEY_BLOCK)
+                    ptx.store_shared(at + turned(word, c + span * t), bytes_of_channel)
+
+    return store_values
+
+
+@device_function
+def turned(word, c):
+    """Where in shared memory word `word` of channel c is, in bytes from the channel's first."""
+    return u32(((word ^ (c // CHANNELS)) & (WORDS - 1)) * 4)
+
+
+@functools.cache
+def make_first_keys(shape: Shape, width: int, dv: int) -> Any:
+    """first_keys(x, y, factors, value_factors, to, kv, first, c): what is kept of the first keys.
+
+    Planes and values (`launch_int8.Operands`), of rows 0 and 1 of the four, if these are among them.
+    """
+    own, span = CHANNELS * shape.turns, CHANNELS * shape.lanes
+    unit = f32(1 / fx.FINER)
+
+    @device_function
+    def first_keys(x, y, factors, value_factors, to, kv, first, c):
+        planes, values = to
+        for r in range(2):
+            j = i32(first + r)
+            for t in range(shape.turns):
+                for i in range(CHANNELS):
+                    n, channel = CHANNELS * t + i, i32(c + span * t + i)
+                    key = ptx.mul(x[own * r + n], factors[r])
+                    whole = ptx.to_int(key)
+                    if channel < width:
+                        at = planes + u64(i32((kv * 2 * fx.FIRST_KEYS + j) * width + channel))
+                        ptx.store_global_u8(at, u32(whole))
+                        rest = u32(finer(key) - whole * fx.FINER)
+                        ptx.store_global_u8(at + u64(fx.FIRST_KEYS * width), rest)
+                    if channel < dv:
+                        value = finer(ptx.mul(y[own * r + n], value_factors[n]))
+                        at = values + u64(i32((kv * fx.FIRST_KEYS + j) * dv + channel) * 4)
+                        ptx.store_global_f32(at, ptx.mul(ptx.to_float(value), unit))
+
+    return first_keys
 
 
 def int8_quantize(
@@ -261,31 +290,54 @@ def int8_quantize(
 
     Blocks: 128 rows, query heads and then KV heads, batches.
     """
-    turns = (max(d, dv, width) + 31) // 32
-    read_row = make_read_row(turns, source)
-    scale_query, scale_key = make_scale_row(turns, False), make_scale_row(turns, smooth)
-    find_means, find_block = make_find_means(smooth), make_find_block(ROWS, folded=folded)
+    shape = shape_of(max(d, dv, width))
+    place_of, is_whole, read = make_place(shape), make_is_whole(source), make_read(shape, source)
+    unpack, largest, join = (
+        make_unpack(shape, source),
+        make_largest(shape),
+        make_join_largest(shape.lanes),
+    )
+    clear_bad, take_means, of_channels = (
+        make_clear_bad(shape),
+        make_take_means(shape),
+        make_of_channels(shape),
+    )
+    store_rows, store_values = make_store_rows(shape), make_store_values(shape)
+    first_keys = make_first_keys(shape, width, dv)
+    find_means, find_block = make_find_means(smooth), make_find_block(KEY_BLOCK, folded=folded)
+    group_words, own, n_x = WORDS // shape.beside, CHANNELS * shape.turns, shape.numbers
+    n_raw = n_x // (1 if source == "float32" else 2)
     fine_unit = f32(1 / fx.FINER)
 
     @device_function
-    def query_row(x, row, step, number, to, sizes, unit, lane):
-        """Row `number` of Q."""
+    def query_rows(q, steps, first, warp, to, sizes, unit, lane):
+        """A block's rows of Q from `first` on; q and the arrays of `to` begin at the head."""
         bytes_at, scales, cqs, shifts = to
-        channels, stored = sizes
-        good = read_row(x, row, step, channels, lane) < EXPONENT
-        scale, factor = scale_query(x, u32(0), lane)
-        for t in range(turns):
-            c = i32(lane + 32 * t)
-            if c < stored:
-                n = ptx.to_int(ptx.mul(x[t], factor)) if good else i32(0)
-                ptx.store_global_u8(bytes_at + number * u64(stored) + u64(c), u32(n))
-        if lane == 0:
-            cq = ptx.fmin(ptx.fmax(ptx.mul(scale, unit), -SCALE_LIMIT), SCALE_LIMIT)
-            at = number * u64(4)
-            ptx.store_global_f32(scales + at, scale if good else f32(1))
-            ptx.store_global_f32(cqs + at, cq if good else NAN)
-            if softcap:
-                ptx.store_global_f32(shifts + at, f32(0))
+        queries, channels, row_bytes = sizes
+        place, start = place_of(lane)
+        raw, x = cuda.local.array(n_raw, u32), cuda.local.array(n_x, f32)
+        top, factors = cuda.local.array(ROWS, i32), cuda.local.array(ROWS, f32)
+        whole = is_whole(q, steps[0], steps[1], channels)
+        word, stop = i32(start + warp), i32(start + group_words)
+        while word < stop:
+            row = i32(first + first_row(word))
+            read(raw, q, steps, row, queries, channels, whole, place.c)
+            unpack(x, raw)
+            largest(x, top)
+            peak = join(top, lane)
+            good = is_finite(peak)
+            scale, factor = scale_of(ptx.from_bits(u32(peak)))
+            spread(factors, factor if good else f32(0), lane)
+            clear_bad(x, good, lane)
+            store_rows(bytes_at, x, factors, row, queries, row_bytes, place.c)
+            if place.own < ROWS and row + place.ahead < queries:
+                cq = ptx.fmin(ptx.fmax(ptx.mul(scale, unit), -SCALE_LIMIT), SCALE_LIMIT)
+                at = u64(i64(row + place.ahead) * 4)
+                ptx.store_global_f32(scales + at, scale if good else f32(1))
+                ptx.store_global_f32(cqs + at, cq if good else NAN)
+                if softcap:
+                    ptx.store_global_f32(shifts + at, f32(0))
+            word = i32(word + WARPS)
 
     # One long function: its steps share some twenty addresses and sizes, which functions of their
     # own would all take as arguments.
@@ -299,104 +351,108 @@ def int8_quantize(
         thread = i32(cuda.threadIdx.x)
         lane, warp = i32(thread & 31), i32(thread >> 5)
         first, head, batch = find_block(i32(max(1, max(queries, keys))))
-        x, y = cuda.local.array(turns, f32), cuda.local.array(turns, f32)
-        r = warp
         if head < heads:
-            q += u64(i64(batch) * strides[0] + i64(head) * strides[1])
             before = u64(i32(batch * heads + head)) * u64(queries)
-            stop = i32(min(ROWS, queries - first))
-            while r < stop:
-                i = i32(first + r)
-                query_row(
-                    x,
-                    q + u64(i64(i) * strides[2]),
-                    strides[3],
-                    before + u64(i),
-                    (q_bytes, q_scale, cq, shifts),
-                    (channels, row_bytes),
-                    factors[0],
-                    lane,
-                )
-                r = i32(r + WARPS)
+            rows = before * u64(4)
+            query_rows(
+                q + u64(i64(batch) * strides[0] + i64(head) * strides[1]),
+                (strides[2], strides[3]),
+                first,
+                warp,
+                (q_bytes + before * u64(row_bytes), q_scale + rows, cq + rows, shifts + rows),
+                (queries, channels, row_bytes),
+                factors[0],
+                lane,
+            )
         elif first < stored or first == 0:
             head = i32(head - heads)
             kv = i32(batch * kv_heads + head)
             length = ptx.load_global_s32(lengths + u64(batch * 4))
             chunks = i32(max(1, (keys + CHUNK - 1) // CHUNK))
-            before = u64(kv) * u64(chunks) * u64(4)
-            mean, scale = find_means(
-                table,
-                sums + before * u64(channels),
-                peaks + before * u64(columns),
-                chunks,
-                length,
-                channels,
-                columns,
-                thread,
-            )
-            if first == 0:
-                if thread < channels:
-                    ptx.store_global_f32(means + u64(i32(kv * channels + thread) * 4), mean)
-                if thread < v_columns:
-                    ptx.store_global_f32(v_scale + u64(i32(kv * v_columns + thread) * 4), scale)
-            cuda.syncthreads()
             k += u64(i64(batch) * strides[4] + i64(head) * strides[5])
             v += u64(i64(batch) * strides[8] + i64(head) * strides[9])
+            k_steps, v_steps = (strides[6], strides[7]), (strides[10], strides[11])
+            k_whole = is_whole(k, k_steps[0], k_steps[1], channels)
+            v_whole = is_whole(v, v_steps[0], v_steps[1], columns)
+            place, start = place_of(lane)
+            raw_k, raw_v = cuda.local.array(n_raw, u32), cuda.local.array(n_raw, u32)
+            x, y = cuda.local.array(n_x, f32), cuda.local.array(n_x, f32)
+            top, f = cuda.local.array(ROWS, i32), cuda.local.array(ROWS, f32)
+            mean_of, factor_of = cuda.local.array(own, f32), cuda.local.array(own, f32)
+            before = u64(kv) * u64(chunks) * u64(4)
             k_bytes += u64(kv) * u64(keys) * u64(row_bytes)
-            while r < ROWS:
-                j = i32(first + r)
-                good_k, good_v = True, True
-                for t in range(turns):
-                    x[t], y[t] = f32(0), f32(0)
-                scale, factor = f32(1), f32(0)
-                if j < length:
-                    row = k + u64(i64(j) * strides[6])
-                    good_k = read_row(x, row, strides[7], channels, lane) < EXPONENT
-                    row = v + u64(i64(j) * strides[10])
-                    good_v = read_row(y, row, strides[11], columns, lane) < EXPONENT
-                    scale, factor = scale_key(x, table + u32(MEANS), lane)
-                scale = ptx.fmin(scale, SCALE_LIMIT)
-                scale = (scale if good_k and good_v else NAN) if j < keys else f32(0)
-                if lane == 0 and j < stored:
-                    ptx.store_global_f32(
-                        key_scale + u64(i64(kv) * i64(stored) + i64(j)) * u64(4), scale
+            key_scale += u64(kv) * u64(stored) * u64(4)
+            word, stop = i32(start + warp), i32(start + group_words)
+            # one turn more than there are words: rows are read in the turn before
+            while word < stop + WARPS:
+                c, kv, lane = ptx.fresh(place.c), ptx.fresh(kv), ptx.fresh(lane)
+                row = i32(first + first_row(i32(word - WARPS)))
+                if word >= start + WARPS:
+                    of_channels(mean_of, table + u32(MEANS), c)
+                    of_channels(factor_of, table + u32(FACTORS), c)
+                    unpack(x, raw_k)
+                    unpack(y, raw_v)
+                    largest(y, top)
+                    good_v = True
+                    if not ptx.vote_all(i32(is_finite(largest_of(top)))):
+                        good_v = is_finite(join(top, lane))
+                        clear_bad(y, good_v, lane)
+                    largest(x, top)
+                    if smooth:
+                        take_means(x, mean_of, top)
+                    peak = join(top, lane)
+                    j = i32(row + place.ahead)
+                    good_k = is_finite(peak)
+                    scale, factor = f32(1), f32(0)
+                    if j < length:
+                        scale, factor = scale_of(ptx.from_bits(u32(peak)))
+                    spread(f, factor if good_k else f32(0), lane)
+                    clear_bad(x, good_k, lane)
+                    store_rows(k_bytes, x, f, row, keys, row_bytes, c)
+                    store_values(
+                        table + u32(TILE), y, factor_of, i32(word - WARPS), v_columns, place.c
                     )
-                if lane == 0 and j < fx.FIRST_KEYS:
-                    at = first_scale + u64(i32(kv * fx.FIRST_KEYS + j) * 4)
-                    ptx.store_global_f32(at, ptx.mul(scale, fine_unit))
-                for t in range(turns):
-                    c = i32(lane + 32 * t)
-                    key = ptx.mul(x[t], factor)
-                    value = f32(0)
-                    if c < v_columns:
-                        value = ptx.mul(y[t], ptx.load_shared_f32(table + u32(FACTORS + 4 * c)))
-                    whole = ptx.to_int(key) if good_k else i32(0)
-                    if c < row_bytes and j < keys:
-                        ptx.store_global_u8(
-                            k_bytes + u64(i64(j) * i64(row_bytes) + i64(c)), u32(whole)
-                        )
-                    if c < v_columns:
-                        n = ptx.to_int(value) if good_v else i32(0)
-                        at = table + u32(TILE + c * PITCH + place_of(r))
-                        ptx.store_shared_u8(at, u32(n))
-                    if j < fx.FIRST_KEYS:
-                        rest = i32(finer(key) - whole * fx.FINER) if good_k else i32(0)
-                        if c < width:
-                            at = planes + u64(i32((kv * 2 * fx.FIRST_KEYS + j) * width + c))
-                            ptx.store_global_u8(at, u32(whole))
-                            ptx.store_global_u8(at + u64(fx.FIRST_KEYS * width), u32(rest))
-                        if c < dv:
-                            n = finer(value) if good_v else i32(0)
-                            at = first_v + u64(i32((kv * fx.FIRST_KEYS + j) * dv + c) * 4)
-                            ptx.store_global_f32(at, ptx.mul(ptx.to_float(n), fine_unit))
-                r = i32(r + WARPS)
+                    scale = ptx.fmin(scale, SCALE_LIMIT)
+                    scale = (scale if good_k and good_v else NAN) if j < keys else f32(0)
+                    if place.own < ROWS and j < stored:
+                        ptx.store_global_f32(key_scale + u64(j * 4), scale)
+                    if place.own < ROWS and j < fx.FIRST_KEYS:
+                        at = first_scale + u64(i32(kv * fx.FIRST_KEYS + j) * 4)
+                        ptx.store_global_f32(at, ptx.mul(scale, fine_unit))
+                    if row < fx.FIRST_KEYS:
+                        first_keys(x, y, f, factor_of, (planes, first_v), kv, row, c)
+                if word < stop:
+                    row = i32(first + first_row(word))
+                    read(raw_k, k, k_steps, row, length, channels, k_whole, c)
+                    read(raw_v, v, v_steps, row, length, columns, v_whole, c)
+                if word < start + WARPS:  # while the first rows are on their way
+                    mean, scale = find_means(
+                        table,
+                        sums + before * u64(channels),
+                        peaks + before * u64(columns),
+                        chunks,
+                        length,
+                        channels,
+                        columns,
+                        thread,
+                    )
+                    column = i32(thread ^ (THREADS // 2))
+                    if first == 0 and thread < channels:
+                        ptx.store_global_f32(means + u64(i32(kv * channels + thread) * 4), mean)
+                    if first == 0 and column < v_columns:
+                        at = v_scale + u64(i32(kv * v_columns + column) * 4)
+                        ptx.store_global_f32(at, scale)
+                    cuda.syncthreads()
+                word = i32(word + WARPS)
             cuda.syncthreads()
             if first < stored:
                 c = warp
                 while c < v_columns:
-                    word = ptx.load_shared_s32(table + u32(TILE + c * PITCH + 4 * lane))
-                    at = (i64(kv) * i64(v_columns) + i64(c)) * i64(stored) + i64(first + 4 * lane)
-                    ptx.store_global(v_bytes + u64(at), u32(word))
+                    at = table + u32(TILE + c * KEY_BLOCK) + turned(lane, c)
+                    to = (i64(kv) * i64(v_columns) + i64(c)) * i64(stored) + i64(first + 4 * lane)
+                    ptx.store_global(v_bytes + u64(to), u32(ptx.load_shared_s32(at)))
                     c = i32(c + WARPS)
 
-    return Source(quantize, QUANTIZE, THREADS, TILE + dv * PITCH)
+    return Source(
+        quantize, SIGNATURE, THREADS, TILE + dv * KEY_BLOCK, blocks=2 if shape.turns == 1 else 1
+    )
