@@ -26,7 +26,6 @@ from .hopper import (
     FEWER,
     MORE,
     PANEL_BYTES,
-    THREADS,
     ahead,
     descriptor,
     make_issue_held,
@@ -291,4 +290,4 @@ def backward_hopper(
                     fence_sum(work.sum_b, 0)
             write(work, row, block, call)
 
-    return Source(backward, SIGNATURE, THREADS, layout.shared_bytes)
+    return Source(backward, SIGNATURE, 128 * (1 + 2), layout.shared_bytes)
