@@ -19,7 +19,7 @@ from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .backward_band import make_block_of, make_find_columns
 from .backward_hopper_rows import make_write_sums
-from .backward_hopper_tiles import CONSUMERS, ROWS, Brought, Layout, make_bring, make_ring
+from .backward_hopper_tiles import CONSUMERS, ROWS, Layout, make_bring, make_ring
 from .backward_hopper_weights import Rows, make_find_statistics, make_weights
 from .hopper import (
     DESCRIPTOR,
@@ -136,10 +136,9 @@ def backward_hopper(
     take = load if held else describe
 
     @device_function
-    def begin(work, n, before, own, ring):
+    def begin(work, n, own, ring):
         """Waits for the ring's tile n and issues its S, then its dP once earlier products are done:
-        the registers of dP hold the packed dS of the tile `before`, if there was one, whose stage
-        is then empty.
+        the registers of dP hold the packed dS of the tile before, whose stage is then empty.
         """
         stage, turn = stage_of(n), u32(n) // u32(stages)
         at = ring.tiles + stage * u32(2 * other)
@@ -149,7 +148,7 @@ def backward_hopper(
         issue_scores(work.s, own.a, descriptor(DESCRIPTOR, at))
         ptx.wgmma_commit()
         wait_one()
-        if before:
+        if n > 0:
             ptx.mbarrier_arrive(ring.empty + stage_of(n - 1) * u32(8))
         fence_s(work.g, 0)
         ptx.wgmma_fence()
@@ -170,12 +169,12 @@ def backward_hopper(
         weigh, grade = make_weights(columns, dtype, of_keys, band, edge)
 
         @device_function
-        def step(work, n, tile, begun, own, rows, block, ring, call):
+        def step(work, n, tile, own, rows, block, ring, call):
             """A tile. The sums of the one before may be under way, and its own are at the end."""
             stage, start = stage_of(n), i32(tile * columns)
             at = ring.tiles + stage * u32(2 * other)
             pairs = rows.pairs + stage * u32(statistics)
-            begin(work, n, n != begun, own, ring)
+            begin(work, n, own, ring)
             wait_one()
             fence_s(work.s, 0)
             weigh(work.s, work.p, start, pairs, rows, block, call.factors[0])
@@ -195,10 +194,10 @@ def backward_hopper(
             add(work.sum_a, work.ds, at)
 
         @device_function
-        def run(first, end, n, begun, work, own, rows, block, ring, call):
+        def run(first, end, n, work, own, rows, block, ring, call):
             tile = first
             while tile < end:
-                step(work, n, tile, begun, own, rows, block, ring, call)
+                step(work, n, tile, own, rows, block, ring, call)
                 tile += 1
                 n += 1
             return n
@@ -210,10 +209,9 @@ def backward_hopper(
     @device_function
     def attend(n, tile, tiles, low, high, work, own, rows, block, ring, call):
         """All products of a tile of own rows, which attend to all columns in [low, high)."""
-        begun = n
         if not edges:
             count = i32(tiles - tile) * i32(heads_of_other)
-            n = run_full(i32(0), count, n, begun, work, own, rows, block, ring, call)
+            n = run_full(i32(0), count, n, work, own, rows, block, ring, call)
         else:
             full = i32(min(max(i32((low + columns - 1) // columns), tile), tiles))
             full_end = i32(max(full, min(i32(max(high, 0) // columns), tiles)))
@@ -222,15 +220,14 @@ def backward_hopper(
                 at, edge_end = tile, full
                 while at < tiles:
                     if edge_end > at:
-                        n = run_edge(at, edge_end, n, begun, work, own, rows, block, ring, call)
+                        n = run_edge(at, edge_end, n, work, own, rows, block, ring, call)
                         at = edge_end
                     if at < full_end:
-                        n = run_full(at, full_end, n, begun, work, own, rows, block, ring, call)
+                        n = run_full(at, full_end, n, work, own, rows, block, ring, call)
                         at = full_end
                     edge_end = tiles
                 head += 1
         wait_none()
-        ptx.mbarrier_arrive(ring.empty + stage_of(n - 1) * u32(8))
         return n
 
     @device_function
@@ -263,33 +260,35 @@ def backward_hopper(
         return i32(tile * ROWS), block
 
     @device_function
-    def compute(turn, n, filled, own_row, work, rows, ring, call):
-        """A warpgroup's part of a tile of own rows; how many tiles of the ring and of own rows have
-        been used then.
-        """
+    def own_row():
+        """The first of a thread's two rows among the block's: a warp has 16."""
+        thread = ptx.fresh(i32(cuda.threadIdx.x))
+        return i32((((thread - 128) >> 5) << 4) + ((thread & 31) >> 2))
+
+    @device_function
+    def compute(turn, n, work, rows, ring, call):
+        """A warpgroup's part of a tile of own rows; how many tiles of the ring have been used then."""
         first, block = place_in(turn, call)
         tile, tiles, low, high = find_columns(block, first)
-        row = i32(first + own_row)
-        mine = Rows(row, rows.quad, rows.lse, rows.delta, rows.pairs, rows.last)
+        mine = Rows(i32(first + own_row()), rows.lse, rows.delta, rows.pairs, rows.last)
         find_statistics(mine, block, call)
         for i in range(n_a):
             work.sum_a[i] = f32(0)
         for i in range(n_b):
             work.sum_b[i] = f32(0)
+        ptx.mbarrier_wait(ring.full_own, u32(turn & 1))
+        own = take(ring, own_row())
+        if held:
+            ptx.mbarrier_arrive(ring.empty_own)
+        fence_sums(work)
         if tile < tiles:
-            ptx.mbarrier_wait(ring.full_own, u32(filled & 1))
-            own = take(ring, own_row)
-            if held:
-                ptx.mbarrier_arrive(ring.empty_own)
-            fence_sums(work)
             n = attend(n, tile, tiles, low, high, work, own, mine, block, ring, call)
-            if not held:
-                ptx.mbarrier_arrive(ring.empty_own)
-            fence_sums(work)
-            filled += 1
+        if not held:
+            ptx.mbarrier_arrive(ring.empty_own)
+        fence_sums(work)
         first, block = place_in(ptx.fresh(turn), call)  # in no register until here
-        write(work, i32(first + own_row), block, call)
-        return n, filled
+        write(work, i32(first + own_row()), block, call)
+        return n
 
     def backward(pointers, strides, sizes, factors):
         shared = cuda.shared.array(0, u32)
@@ -304,12 +303,14 @@ def backward_hopper(
         turn = i32(0)
         if warpgroup == 0:
             FEWER()
-            brought = Brought(u32(0), u32(0), u32(0))
+            brought, landed = u32(0), u32(0)
             if thread < 32:
                 while number_in(turn) < tiles_of_rows:
                     first, block = place_in(turn, call)
                     tile, tiles, _, _ = find_columns(block, first)
-                    brought = bring(brought, first, tile, tiles, block, ring, maps, call)
+                    brought, landed = bring(
+                        turn, brought, landed, first, tile, tiles, block, ring, maps, call
+                    )
                     turn += 1
         else:
             more_registers()
@@ -321,19 +322,16 @@ def backward_hopper(
                 cuda.local.array(n_a, f32),
                 cuda.local.array(n_b, f32),
             )
-            lane, warp = thread & 31, (thread >> 5) & 3
             rows = Rows(
                 i32(0),
-                lane & 3,
                 cuda.local.array(2, f32),
                 cuda.local.array(2, f32),
-                ring.pairs + u32((lane & 3) * 16),
+                ring.pairs + u32((thread & 3) * 16),
                 ring.last + u32((thread - 128) * 2),
             )
-            own_row = i32((warpgroup - 1) * 64 + warp * 16 + (lane >> 2))
-            n, filled = i32(0), i32(0)
+            n = i32(0)
             while number_in(turn) < tiles_of_rows:
-                n, filled = compute(turn, n, filled, own_row, work, rows, ring, call)
+                n = compute(turn, n, work, rows, ring, call)
                 turn += 1
 
     return Source(backward, SIGNATURE, THREADS, layout.shared_bytes)

@@ -112,17 +112,12 @@ def make_ring(layout: Layout) -> tuple[Any, Any]:
     return ring_at, prepare
 
 
-class Brought(NamedTuple):
-    """What a block has brought so far: tiles of the ring, of own rows, and that landed elsewhere."""
-
-    n: Any
-    own: Any
-    landed: Any
-
-
 def make_bring(layout: Layout, group: int) -> Any:
-    """bring(brought, first, tile, tiles, block, ring, maps, call): the part of the warp that brings
-    tiles, for a tile of own rows; what then has been brought.
+    """bring(turn, n, landed, first, tile, tiles, block, ring, maps, call): the part of the warp that
+    brings tiles, for a tile of own rows; n and landed then.
+
+    turn, n : of the tile of own rows, and of its first tile in the ring
+    landed : how many tiles have been changed before they were full
 
     In the pass of the keys from every query head of the group. Rows of c that are no keys of their
     batch entry, but there in memory, become zeros: of dS they are multiplied by zeros, and may hold
@@ -136,7 +131,7 @@ def make_bring(layout: Layout, group: int) -> Any:
     @device_function
     def bring_own(turn, lane, first, block, ring, maps):
         """Once the last products with the ones before are done."""
-        ptx.mbarrier_wait(ring.empty_own, (turn & u32(1)) ^ u32(1))
+        ptx.mbarrier_wait(ring.empty_own, u32(turn & 1) ^ u32(1))
         if lane == 0:
             ptx.mbarrier_expect(ring.full_own, u32(2 * own))
             head, batch, bar = block.head, block.batch, ring.full_own
@@ -175,11 +170,10 @@ def make_bring(layout: Layout, group: int) -> Any:
         cuda.syncwarp()
 
     @device_function
-    def bring(brought, first, tile, tiles, block, ring, maps, call):
+    def bring(turn, n, landed, first, tile, tiles, block, ring, maps, call):
         lane = i32(cuda.threadIdx.x) & 31
         head = i32(block.head * group) if of_keys else i32(block.head // group)
         end_head = i32(head + heads_of_other) if tile < tiles else head
-        n, turn, landed = brought
         waiting = True
         while head < end_head:
             t = tile
@@ -205,10 +199,12 @@ def make_bring(layout: Layout, group: int) -> Any:
                         ptx.mbarrier_arrive(full)
                 if waiting:  # the first stage is free before the own rows are
                     bring_own(turn, lane, first, block, ring, maps)
-                    turn, waiting = u32(turn + u32(1)), False
+                    waiting = False
                 n = u32(n + u32(1))
                 t = ptx.fresh(i32(t + 1))  # unrolled the loop would spill
             head += 1
-        return Brought(n, turn, landed)
+        if waiting:  # own rows that attend to nothing
+            bring_own(turn, lane, first, block, ring, maps)
+        return n, landed
 
     return bring
