@@ -1,10 +1,10 @@
 """The gradient of attention for sm_90a: TMA, wgmma and specialised warps.
 
-The two mirrored passes of `backward`, as three warpgroups of 128 threads. A warp of the first brings
-tiles by TMA (`backward_hopper_tiles`); the others own 64 rows of a and b each, which stay in shared
-memory. A tile of c and e serves two products each: row by row for S and dP, column by column for the
-sums. Products are asynchronous: exponentials run beside dP, dS beside the sum of P.e, and S and dP of
-the next tile are issued behind this tile's sums, so that the tensor cores have work at every wait.
+The two mirrored passes of `backward`, by persistent blocks of three warpgroups of 128 threads. A warp
+of the first brings tiles by TMA (`backward_hopper_tiles`); the others own 64 rows of a and b each. A
+tile of c and e serves two products each: row by row for S and dP, column by column for the sums.
+Products are asynchronous: exponentials run beside dP, dS beside the sum of P.e, and S of the next
+tile is issued behind this tile's sums, so that the tensor cores have work at every wait.
 
 P and dS are packed into registers as the left operands of the sums. Only tiles at an edge of what
 the rows attend to have code that hides columns.
