@@ -342,8 +342,11 @@ def float_backward(
         grid: tuple[int, int, int],
         args: tuple,
         written: Arrays,
+        persistent: bool = False,
     ) -> Launch:
-        return Launch(factory, constants, arch, grid, args, lambda: None, here, written=written)
+        return Launch(
+            factory, constants, arch, grid, args, lambda: None, here, persistent, written=written
+        )
 
     launches = [
         launch(

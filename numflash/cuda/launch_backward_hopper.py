@@ -11,10 +11,10 @@ from ..tiling import CUDA_NARROW, CUDA_WIDE, gradient_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
 from .device.operands import (
+    KEPT_IN_L2,
     LOG2E,
     Launch,
     band,
-    folding,
     key_places,
     mappable,
 )
@@ -55,6 +55,14 @@ def shape_of(gradients: str, dtype: str, d: int) -> dict[str, int]:
     }
 
 
+def units_together(problem: Problem, gradients: str, others: int) -> int:
+    """How many heads of a pass read rows of the other side that L2 holds together."""
+    nb, nh, nkv, _, _, d, dv = problem.shape
+    group, heads = nh // nkv, nb * (nkv if gradients == "kv" else nh)
+    kept = KEPT_IN_L2 // (2 * others * (d + dv))
+    return max(1, min(kept // group if gradients == "kv" else kept * group, heads))
+
+
 def hopper_passes(
     problem: Problem,
     operands: Arrays,
@@ -67,7 +75,7 @@ def hopper_passes(
     Parameters
     ----------
     operands : q, k, v, dO;  results : dq, dk, dv and the statistics
-    launch : (factory, constants, grid, arguments, arrays that are written) -> Launch
+    launch : (factory, constants, grid, arguments, arrays that are written, further fields) -> Launch
     shape_of : (pass, precision, head size) -> its shape
     """
     nb, nh, nkv, length, s, d, _ = problem.shape
@@ -76,7 +84,7 @@ def hopper_passes(
     has_band, left, right = band(problem)
     places = key_places(problem, s)
     factors = np.float32(problem.scale * LOG2E), np.float32(problem.scale)
-    common = {"dtype": problem.precision, "group": nh // nkv, "band": has_band, **folding(nb)}
+    common = {"dtype": problem.precision, "group": nh // nkv, "band": has_band}
     found = []
     for which, own, other, sums, heads in (
         ("kv", (k, v), (q, do), (dk, dv), nkv),
@@ -90,13 +98,18 @@ def hopper_passes(
             TensorMap(stats, (1, 1, 2 * columns), swizzle=0),
         ]
         rows, others, widths = own[0].shape[2], other[0].shape[2], (q.shape[-1], v.shape[-1])
+        row_tiles, units = -(-rows // ROWS), heads * nb
+        together = units_together(problem, which, others) if has_band else 1
         args = (
             (maps, *sums, stats, *places),
             tuple(int(n) for x in sums for n in x.strides[:3]),
-            (rows, others, *(2 * n for n in widths), nh, left, right, stats.shape[2] // 2),
+            (
+                *(rows, others, *(2 * n for n in widths), nh, left, right, stats.shape[2] // 2),
+                *(row_tiles, units, together),
+            ),
             factors,
         )
         constants: dict[str, Any] = {"gradients": which, **shape, **common}
-        grid = (-(-rows // ROWS), heads, nb)
-        found.append(launch(backward_hopper, constants, grid, args, sums))
+        grid = row_tiles * units, 1, 1
+        found.append(launch(backward_hopper, constants, grid, args, sums, persistent=True))
     return found

@@ -16,6 +16,7 @@ from ..tiling import padded as smallest
 from ..validation import Problem
 from .device.arrangement import Arrangement, band_costs, listed_costs
 from .device.operands import (
+    KEPT_IN_L2,
     LOG2E,
     Launch,
     Results,
@@ -38,7 +39,6 @@ from .device.operands import (
 from .device.tile_list import tile_list
 from .instructions.tensormap import TensorMap
 
-KEPT_IN_L2 = 32 << 20  # bytes of a Hopper card's 50 MB
 LISTS_KEPT = 8  # lists of tiles of one problem's functions: lengths, heads together, tile sizes
 _lists: WeakKeyDictionary[Any, dict[Any, np.ndarray]] = WeakKeyDictionary()
 

@@ -18,6 +18,12 @@ slow = pytest.mark.slow
 WIDE = pytest.param(128, marks=slow)
 
 
+@pytest.fixture(autouse=True)
+def several_turns(monkeypatch):
+    """Two blocks, which compute one tile of rows after the other."""
+    monkeypatch.setattr(launch_backward, "EMULATED_BLOCKS", 2)
+
+
 def check(shape, dtype="float16", **options):
     reports = backward_checks.check(shape, dtype, "sm_90a", **options)
     assert len(reports) == 3 and all(x.tma_copied and not x.async_copied for x in reports[1:])

@@ -21,6 +21,7 @@ from ...validation import Problem
 NO_LIMIT = 1 << 29
 MOST_BLOCKS = (1 << 31) - 1, 65535, 65535  # along the axes of a grid
 EMULATED_BLOCKS = 4  # persistent ones, as if there were so many multiprocessors
+KEPT_IN_L2 = 32 << 20  # bytes of a Hopper card's 50 MB
 MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
 LOG2E = float(fx.LOG2E)
 

@@ -33,25 +33,39 @@ class Block(NamedTuple):
 
 
 @functools.cache
-def make_find_rows(rows: int, of_keys: bool, band: bool, folded: bool) -> Any:
-    """find_rows(diagonals, lengths, sizes): the block's first row of `rows`, and its `Block`.
+def make_block_of(of_keys: bool) -> Any:
+    """block_of(head, batch, diagonals, lengths, sizes): the `Block` of a head's rows.
 
     diagonals, lengths : addresses of a number per batch entry;  sizes : the kernel's
     """
-    # the first keys are seen by most queries
-    find_block = make_find_block(rows, band and not of_keys, folded)
 
     @device_function
-    def find_rows(diagonals, lengths, sizes):
-        own_rows, other_rows, _, _, _, left, right, _ = sizes
-        first, head, batch = find_block(own_rows)
+    def block_of(head, batch, diagonals, lengths, sizes):
+        own_rows, other_rows, _, _, _, left, right = sizes[:7]
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
         offset, before, after = (
             (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
         )
-        return first, Block(batch, head, own_left, other_left, diagonal, offset, before, after)
+        return Block(batch, head, own_left, other_left, diagonal, offset, before, after)
+
+    return block_of
+
+
+@functools.cache
+def make_find_rows(rows: int, of_keys: bool, band: bool, folded: bool) -> Any:
+    """find_rows(diagonals, lengths, sizes): the block's first row of `rows`, and its `Block`."""
+    # the first keys are seen by most queries
+    find_block, block_of = (
+        make_find_block(rows, band and not of_keys, folded),
+        make_block_of(of_keys),
+    )
+
+    @device_function
+    def find_rows(diagonals, lengths, sizes):
+        first, head, batch = find_block(sizes[0])
+        return first, block_of(head, batch, diagonals, lengths, sizes)
 
     return find_rows
 

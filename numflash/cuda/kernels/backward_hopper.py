@@ -1,10 +1,10 @@
 """The gradient of attention for sm_90a: TMA, wgmma and specialised warps.
 
-The two mirrored passes of `backward`, as three warpgroups of 128 threads. A warp of the first brings
-tiles by TMA (`backward_hopper_tiles`); the others own 64 rows of a and b each, which stay in shared
-memory. A tile of c and e serves two products each: row by row for S and dP, column by column for the
-sums. Products are asynchronous: exponentials run beside dP, dS beside the sum of P.e, and S and dP of
-the next tile are issued behind this tile's sums, so that the tensor cores have work at every wait.
+The two mirrored passes of `backward`, by persistent blocks of three warpgroups of 128 threads. A warp
+of the first brings tiles by TMA (`backward_hopper_tiles`); the others own 64 rows of a and b each. A
+tile of c and e serves two products each: row by row for S and dP, column by column for the sums.
+Products are asynchronous: exponentials run beside dP, dS beside the sum of P.e, and S of the next
+tile is issued behind this tile's sums, so that the tensor cores have work at every wait.
 
 P and dS are packed into registers as the left operands of the sums. Only tiles at an edge of what
 the rows attend to have code that hides columns.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .backward_band import make_find_columns, make_find_rows
+from .backward_band import make_block_of, make_find_columns
 from .backward_hopper_rows import make_write_sums
 from .backward_hopper_tiles import CONSUMERS, ROWS, Layout, make_bring, make_ring
 from .backward_hopper_weights import Rows, make_find_statistics, make_weights
@@ -31,6 +31,7 @@ from .hopper import (
     make_issue_held,
     make_issue_scores,
 )
+from .hopper_schedule import make_number_in, make_rows_of
 from .pieces import Call, make_read
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -39,10 +40,11 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 # diagonal, key_lengths
 # strides in bytes: batch, head, row of sum_a, sum_b
 # sizes: rows of a, rows of c, bytes per row of sum_a, sum_b, query heads, left, right, rows of
-# statistics per head
+# statistics per head, then the schedule's (`hopper_schedule`): tiles of own rows, units (heads), units
+# together
 # factors: scale * log2(e), scale
 SIGNATURE = types.void(
-    types.UniTuple(u64, 6), types.UniTuple(i64, 6), types.UniTuple(i32, 8), types.UniTuple(f32, 2)
+    types.UniTuple(u64, 6), types.UniTuple(i64, 6), types.UniTuple(i32, 11), types.UniTuple(f32, 2)
 )
 
 
@@ -73,7 +75,6 @@ def backward_hopper(
     dtype: str = "float16",
     group: int = 1,
     band: bool = False,
-    folded: bool = False,
 ) -> Source:
     """The kernel for padded head sizes d, a multiple of 64, of keys and of values.
 
@@ -101,7 +102,8 @@ def backward_hopper(
     else:
         issue_scores = make_issue_scores(by_rows, d // 16, own_panel, panel)
     fence_s, fence_sum = ptx.register_fence(n_s), ptx.register_fence(n_a)
-    find_rows = make_find_rows(ROWS, of_keys, band, folded)
+    block_of, number_in = make_block_of(of_keys), make_number_in(1)
+    rows_of = make_rows_of(band and not of_keys)  # the first keys are seen by most queries
     find_columns = make_find_columns(ROWS, columns, of_keys, band)
     n_own, read = d // 4, make_read(PANEL_BYTES)
     find_statistics = make_find_statistics(of_keys)
@@ -114,16 +116,15 @@ def backward_hopper(
         return u32(n) % u32(stages)
 
     @device_function
-    def describe(ring, warpgroup, warp, lane):
-        rows_at = u32((warpgroup - 1) * 64 * PANEL_BYTES)
-        return Own(
-            descriptor(DESCRIPTOR, ring.a + rows_at), descriptor(DESCRIPTOR, ring.b + rows_at)
-        )
+    def describe(ring, own_row):
+        at = u32((own_row & ~63) * PANEL_BYTES)
+        return Own(descriptor(DESCRIPTOR, ring.a + at), descriptor(DESCRIPTOR, ring.b + at))
 
     @device_function
-    def load(ring, warpgroup, warp, lane):
+    def load(ring, own_row):
         a, b = cuda.local.array(n_own, u32), cuda.local.array(n_own, u32)
-        row = i32((warpgroup - 1) * 64 + warp * 16 + (lane & 15))
+        lane = i32(cuda.threadIdx.x) & 31
+        row = i32((own_row & ~15) + (lane & 15))
         at, chunk = u32(row * PANEL_BYTES), u32((lane >> 4) ^ (row & 7))
         for step in range(n_own // 4):
             panel_at = (step >> 2) * own_panel
@@ -205,15 +206,15 @@ def backward_hopper(
     run_edge, run_full = make_run(True), make_run(False)
 
     @device_function
-    def attend(tile, tiles, low, high, work, own, rows, block, ring, call):
-        """All products of a warpgroup, of which rows attend to all columns in [low, high)."""
+    def attend(n, tile, tiles, low, high, work, own, rows, block, ring, call):
+        """All products of a tile of own rows, which attend to all columns in [low, high)."""
         if not edges:
             count = i32(tiles - tile) * i32(heads_of_other)
-            run_full(i32(0), count, i32(0), work, own, rows, block, ring, call)
+            n = run_full(i32(0), count, n, work, own, rows, block, ring, call)
         else:
             full = i32(min(max(i32((low + columns - 1) // columns), tile), tiles))
             full_end = i32(max(full, min(i32(max(high, 0) // columns), tiles)))
-            n, head = i32(0), i32(0)
+            head = i32(0)
             while head < heads_of_other:
                 at, edge_end = tile, full
                 while at < tiles:
@@ -225,6 +226,14 @@ def backward_hopper(
                         at = full_end
                     edge_end = tiles
                 head += 1
+        wait_none()
+        return n
+
+    @device_function
+    def fence_sums(work):
+        fence_sum(work.sum_a, 0)
+        if of_keys:
+            fence_sum(work.sum_b, 0)
 
     @device_function
     def write(work, row, block, call):
@@ -237,21 +246,71 @@ def backward_hopper(
             to = call.pointers[2] + u64(block.batch * b_batch + block.head * b_head)
             write_sums(work.sum_b, f32(1), to, b_step, row, own_rows, live, dv_left)
 
+    @device_function
+    def place_in(turn, call):
+        """The block's first own row in its turn, and what its rows attend to."""
+        row_tiles, units, together = call.sizes[8:]
+        tile, unit = rows_of(number_in(turn), row_tiles, units, together)
+        heads = i32(call.sizes[4] // group) if of_keys else call.sizes[4]
+        batch = i32(ptx.udiv(u32(unit), u32(heads)))
+        block = block_of(
+            i32(unit - batch * heads), batch, call.pointers[4], call.pointers[5], call.sizes
+        )
+        return i32(tile * ROWS), block
+
+    @device_function
+    def own_row():
+        """The first of a thread's two rows among the block's: a warp has 16."""
+        thread = ptx.fresh(i32(cuda.threadIdx.x))
+        return i32((((thread - 128) >> 5) << 4) + ((thread & 31) >> 2))
+
+    @device_function
+    def compute(turn, n, work, rows, ring, call):
+        """A warpgroup's part of a tile of own rows; how many tiles of the ring have been used then."""
+        first, block = place_in(turn, call)
+        tile, tiles, low, high = find_columns(block, first)
+        mine = Rows(i32(first + own_row()), rows.lse, rows.delta, rows.pairs, rows.last)
+        find_statistics(mine, block, call)
+        for i in range(n_a):
+            work.sum_a[i] = f32(0)
+        for i in range(n_b):
+            work.sum_b[i] = f32(0)
+        ptx.mbarrier_wait(ring.full_own, u32(turn & 1))
+        own = take(ring, own_row())
+        if held:
+            ptx.mbarrier_arrive(ring.empty_own)
+        fence_sums(work)
+        if tile < tiles:
+            n = attend(n, tile, tiles, low, high, work, own, mine, block, ring, call)
+        if not held:
+            ptx.mbarrier_arrive(ring.empty_own)
+        fence_sums(work)
+        first, block = place_in(ptx.fresh(turn), call)  # in no register until here
+        write(work, i32(first + own_row()), block, call)
+        return n
+
     def backward(pointers, strides, sizes, factors):
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         warpgroup = ptx.uniform(thread >> 7)
         maps, call = pointers[0], Call(pointers, strides, sizes, factors)
+        tiles_of_rows = u32(sizes[8] * sizes[9])
         ring = ring_at((ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00))
         if thread == 0:
             prepare(ring, maps)
         cuda.syncthreads()
-        first, block = find_rows(pointers[4], pointers[5], sizes)
-        tile, tiles, low, high = find_columns(block, first)
+        turn = i32(0)
         if warpgroup == 0:
             FEWER()
+            brought, landed = u32(0), u32(0)
             if thread < 32:
-                bring(first, tile, tiles, block, ring, maps, call)
+                while number_in(turn) < tiles_of_rows:
+                    first, block = place_in(turn, call)
+                    tile, tiles, _, _ = find_columns(block, first)
+                    brought, landed = bring(
+                        turn, brought, landed, first, tile, tiles, block, ring, maps, call
+                    )
+                    turn += 1
         else:
             more_registers()
             work = Work(
@@ -262,32 +321,16 @@ def backward_hopper(
                 cuda.local.array(n_a, f32),
                 cuda.local.array(n_b, f32),
             )
-            lane, warp = thread & 31, (thread >> 5) & 3
-            row = i32(first + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2))
             rows = Rows(
-                row,
-                lane & 3,
+                i32(0),
                 cuda.local.array(2, f32),
                 cuda.local.array(2, f32),
-                ring.pairs + u32((lane & 3) * 16),
+                ring.pairs + u32((thread & 3) * 16),
                 ring.last + u32((thread - 128) * 2),
             )
-            find_statistics(rows, block, call)
-            for i in range(n_a):
-                work.sum_a[i] = f32(0)
-            for i in range(n_b):
-                work.sum_b[i] = f32(0)
-            if tile < tiles:
-                ptx.mbarrier_wait(ring.full_own, u32(0))
-                own = take(ring, warpgroup, warp, lane)
-                fence_sum(work.sum_a, 0)
-                if of_keys:
-                    fence_sum(work.sum_b, 0)
-                attend(tile, tiles, low, high, work, own, rows, block, ring, call)
-                wait_none()
-                fence_sum(work.sum_a, 0)
-                if of_keys:
-                    fence_sum(work.sum_b, 0)
-            write(work, row, block, call)
+            n = i32(0)
+            while number_in(turn) < tiles_of_rows:
+                n = compute(turn, n, work, rows, ring, call)
+                turn += 1
 
     return Source(backward, SIGNATURE, 128 * (1 + 2), layout.shared_bytes)

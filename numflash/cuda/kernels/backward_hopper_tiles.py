@@ -1,8 +1,9 @@
 """Tiles of a backward pass on Hopper: where they lie in shared memory, and who brings them.
 
-A block's own rows of a and b come once. Tiles of c and e, in the pass of the keys with the statistics
-of their queries, go through a ring of stages: full and empty mbarriers connect the warp that brings
-them with the warpgroups that compute.
+A block is persistent: it computes tile of own rows after tile of own rows. Those of a and b come
+once, tiles of c and e, in the pass of the keys with the statistics of their queries, go through a
+ring of stages. Full and empty mbarriers connect the warp that brings them with the warpgroups that
+compute.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Ring(NamedTuple):
     tiles: Any  # the first stage: c, then e
     pairs: Any  # of the first stage
     full_own: Any  # mbarriers
+    empty_own: Any
     landed: Any  # of a tile that the bringing warp changes before it is full
     full: Any  # 8 bytes per stage
     empty: Any
@@ -90,13 +92,15 @@ def make_ring(layout: Layout) -> tuple[Any, Any]:
             base,
             base + u32(8),
             base + u32(16),
-            base + u32(16 + 8 * stages),
+            base + u32(24),
+            base + u32(24 + 8 * stages),
             base + u32(512),
         )
 
     @device_function
     def prepare(ring, maps):
         ptx.mbarrier_init(ring.full_own, u32(1))
+        ptx.mbarrier_init(ring.empty_own, u32(128 * CONSUMERS))
         ptx.mbarrier_init(ring.landed, u32(1))
         for i in range(stages):
             ptx.mbarrier_init(ring.full + u32(8 * i), u32(1))
@@ -109,7 +113,11 @@ def make_ring(layout: Layout) -> tuple[Any, Any]:
 
 
 def make_bring(layout: Layout, group: int) -> Any:
-    """bring(first, tile, tiles, block, ring, maps, call): the part of the warp that brings tiles.
+    """bring(turn, n, landed, first, tile, tiles, block, ring, maps, call): the part of the warp that
+    brings tiles, for a tile of own rows; n and landed then.
+
+    turn, n : of the tile of own rows, and of its first tile in the ring
+    landed : how many tiles have been changed before they were full
 
     In the pass of the keys from every query head of the group. Rows of c that are no keys of their
     batch entry, but there in memory, become zeros: of dS they are multiplied by zeros, and may hold
@@ -121,13 +129,16 @@ def make_bring(layout: Layout, group: int) -> Any:
     heads_of_other = group if of_keys else 1
 
     @device_function
-    def bring_own(first, block, ring, maps):
-        ptx.mbarrier_expect(ring.full_own, u32(2 * own))
-        head, batch, bar = block.head, block.batch, ring.full_own
-        for h in range(panels):
-            ahead, column = u32(h * own_panel), i32(h * PANEL)
-            ptx.tma_load_4d(ring.a + ahead, maps + u64(A), column, first, head, batch, bar)
-            ptx.tma_load_4d(ring.b + ahead, maps + u64(B), column, first, head, batch, bar)
+    def bring_own(turn, lane, first, block, ring, maps):
+        """Once the last products with the ones before are done."""
+        ptx.mbarrier_wait(ring.empty_own, u32(turn & 1) ^ u32(1))
+        if lane == 0:
+            ptx.mbarrier_expect(ring.full_own, u32(2 * own))
+            head, batch, bar = block.head, block.batch, ring.full_own
+            for h in range(panels):
+                ahead, column = u32(h * own_panel), i32(h * PANEL)
+                ptx.tma_load_4d(ring.a + ahead, maps + u64(A), column, first, head, batch, bar)
+                ptx.tma_load_4d(ring.b + ahead, maps + u64(B), column, first, head, batch, bar)
 
     @device_function
     def bring_tile(stage, start, head, batch, bar, ring, maps):
@@ -159,36 +170,41 @@ def make_bring(layout: Layout, group: int) -> Any:
         cuda.syncwarp()
 
     @device_function
-    def bring(first, tile, tiles, block, ring, maps, call):
+    def bring(turn, n, landed, first, tile, tiles, block, ring, maps, call):
         lane = i32(cuda.threadIdx.x) & 31
         head = i32(block.head * group) if of_keys else i32(block.head // group)
-        end_head = i32(head + heads_of_other)
-        if lane == 0 and tile < tiles:
-            bring_own(first, block, ring, maps)
-        n = u32(0)
+        end_head = i32(head + heads_of_other) if tile < tiles else head
+        waiting = True
         while head < end_head:
             t = tile
             while t < tiles:
-                stage, turn, start = n % u32(stages), n // u32(stages), i32(t * columns)
+                stage, start = n % u32(stages), i32(t * columns)
                 # what TMA finds beyond the array is zero already
                 ragged = (
                     not of_keys
                     and i32(start + columns) > block.other_left
                     and block.other_left < call.sizes[1]
                 )
-                full = ring.full + stage * u32(8)
-                ptx.mbarrier_wait(ring.empty + stage * u32(8), u32((turn & u32(1)) ^ u32(1)))
+                full, parity = ring.full + stage * u32(8), (n // u32(stages)) & u32(1)
+                ptx.mbarrier_wait(ring.empty + stage * u32(8), parity ^ u32(1))
                 if lane == 0:
                     bar = ring.landed if ragged else full
                     bring_tile(stage, start, head, block.batch, bar, ring, maps)
                 if ragged:  # the last tile
-                    ptx.mbarrier_wait(ring.landed, u32(0))
+                    ptx.mbarrier_wait(ring.landed, landed & u32(1))
+                    landed = u32(landed + u32(1))
                     at = ring.tiles + stage * u32(2 * other)
                     clear_rows(at, i32(block.other_left - start), lane)
                     if lane == 0:
                         ptx.mbarrier_arrive(full)
+                if waiting:  # the first stage is free before the own rows are
+                    bring_own(turn, lane, first, block, ring, maps)
+                    waiting = False
                 n = u32(n + u32(1))
                 t = ptx.fresh(i32(t + 1))  # unrolled the loop would spill
             head += 1
+        if waiting:  # own rows that attend to nothing
+            bring_own(turn, lane, first, block, ring, maps)
+        return n, landed
 
     return bring

@@ -16,7 +16,6 @@ class Rows(NamedTuple):
     """What a thread knows of its two rows, 8 apart, and of its columns."""
 
     row: Any  # the first one
-    quad: Any  # its place among the four threads that share them
     lse: Any  # local arrays of two, where queries own
     delta: Any
     pairs: Any  # shared address of the ring's statistics, where keys own
@@ -56,15 +55,19 @@ def make_weights(
     pairs_of_8, find_bounds, pack = columns // 8, make_find_bounds(band), ptx.pack[dtype]
 
     @device_function
-    def bounds_of(low, high, rows, block):
+    def bounds_of(low, high, start, rows, block):
+        """[low, high) of each row, counted from the thread's first column."""
         if edge:  # not in registers from tile to tile
             find_bounds(low, high, block, ptx.fresh(rows.row))
+            own = i32(start + 2 * (ptx.fresh(i32(cuda.threadIdx.x)) & 3))
+            for r in range(2):
+                low[r], high[r] = i32(low[r] - own), i32(high[r] - own)
 
     @device_function
     def weigh(s, p, start, pairs, rows, block, scale):
         four = cuda.local.array(4, u32)
         low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        bounds_of(low, high, rows, block)
+        bounds_of(low, high, start, rows, block)
         for n in range(pairs_of_8):
             if of_keys:
                 ptx.load_shared_v4(four, 0, pairs + u32(64 * n))
@@ -74,7 +77,7 @@ def make_weights(
                     lse = ptx.from_bits(four[2 * (i & 1)])
                 x = ptx.ex2(ptx.fma(s[4 * n + i], scale, -lse))
                 if edge:
-                    column = i32(start + 2 * rows.quad + 8 * n + (i & 1))
+                    column = i32(8 * n + (i & 1))
                     x = x if column >= low[i >> 1] and column < high[i >> 1] else f32(0)
                 s[4 * n + i] = x
             if of_keys:
@@ -85,7 +88,7 @@ def make_weights(
     def grade(g, s, ds, start, pairs, rows, block):
         four, x = cuda.local.array(4, u32), cuda.local.array(4, f32)
         low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        bounds_of(low, high, rows, block)
+        bounds_of(low, high, start, rows, block)
         for n in range(pairs_of_8):
             if of_keys:
                 ptx.load_shared_v4(four, 0, pairs + u32(64 * n))
@@ -95,7 +98,7 @@ def make_weights(
                     delta = ptx.from_bits(four[2 * (i & 1) + 1])
                 x[i] = s[4 * n + i] * (g[4 * n + i] - delta)
                 if edge:
-                    column = i32(start + 2 * rows.quad + 8 * n + (i & 1))
+                    column = i32(8 * n + (i & 1))
                     x[i] = x[i] if column >= low[i >> 1] and column < high[i >> 1] else f32(0)
             for i in range(2):
                 ds[2 * n + i] = pack(x[2 * i], x[2 * i + 1])
