@@ -3,7 +3,7 @@
 A cache's tiles on their way to shared memory, query rows on theirs, and the results' way back.
 
 A block works on one KV head, one tile of query rows (the heads of its group times the new tokens,
-16 to 64 rows) and one split of the keys. Its four warps divide the keys of a tile among them for
+4 to 32 rows) and one split of the keys. Its four warps divide the keys of a tile among them for
 the scores, and the channels for the output, so every byte of K and V is read once from memory to
 shared memory and once from there to registers; maxima, weights and their sums cross between the
 warps through shared memory.
