@@ -213,8 +213,9 @@ def make_load_keys(
                 copy(place, ahead, address, i32(i * step) < left)
                 address = ptx.fresh_address(address + u64(step) * u64(pages.left))
 
-    # where the column is the thread's own in every turn
-    steady = even and THREADS % chunks == 0 and row_bytes & (row_bytes - 1) == 0
+    # where the column is the thread's own in every turn, and turns are whole swizzles or constants
+    shift, xor = swizzle_of(row_bytes)
+    steady = even and THREADS % chunks == 0 and (fours or step % ((xor + 1) << shift) == 0)
     return load_keys_by_steps if steady else load_keys
 
 
