@@ -197,7 +197,12 @@ class Plan:
                 "dtype": layout.dtype,
                 "unified": layout.unified is not None and not changed,
             }
-        self.combine = {"dv": dv, "tile_rows": tile, "exact": layout.exact}
+        self.combine = {
+            "dv": dv,
+            "tile_rows": tile,
+            "exact": layout.exact,
+            "turned": layout.value_dim if layout.rotate else 0,
+        }
         self.grid = units * splits, 1, 1
         self.combine_grid = batch * layout.kv_heads * rows, 1, 1
         shapes = (*self.shape[:3], layout.value_dim), self.shape[:3], self.shape[:3]
@@ -324,7 +329,7 @@ class Plan:
                 self.combine_grid,
                 ((*self.parts, out, *self.there), (rows, self.splits, dv)),
             )
-        if layout.rotate:
+        elif layout.rotate:
             yield _rotation(card, out)
 
     def fetch(self) -> None:

@@ -24,7 +24,7 @@ def new(dtype="int8", length=400, b=B, d=D, **options):
 
 def filled(n, dtype="int8", seed=0, **options):
     cache = new(dtype, **options)
-    key, value = tokens(n, seed)
+    key, value = tokens(n, seed, options.get("b", B))
     cache.append(key, value)
     return cache, key, value
 

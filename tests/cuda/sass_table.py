@@ -158,7 +158,8 @@ def variants(arch):
         yield int8_quantize, {**sizes, "width": d, "source": dtype}
         yield int8_results, {**sizes, "dtype": dtype, "sinks": True}
     for d, exact in itertools.product(CUDA_HEAD_DIMS, (False, True)):
-        yield decode_combine, {"dv": d, "tile_rows": 16, "exact": exact}
+        turned = {"turned": d} if exact else {}
+        yield decode_combine, {"dv": d, "tile_rows": 16, "exact": exact, **turned}
 
 
 def found(factory, arch, constants):

@@ -76,6 +76,9 @@ def test_lengths_differ_and_reset():
     cache.append(*tokens(7, 4))  # what lay there before is not seen
     assert cache.lengths.tolist() == [7, 17]
     assert_bits(cache, query, 1)
+    cache.reserve(500)  # the prepared call follows the tokens to other memory
+    cache.append(*tokens(3, 8))
+    assert_bits(cache, query, 1)
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])

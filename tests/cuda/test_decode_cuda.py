@@ -144,15 +144,26 @@ def test_several_new_tokens_are_causal(dtype):
 
 
 @pytest.mark.parametrize(
-    "heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (14, 16, 40))]
+    "heads", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 14, 32, 40))]
 )
 def test_groups_of_heads(heads):
-    """1, 7, 8 and 20 query heads on a KV head.
+    """4, 1, 7, 16 and 20 query heads on a KV head.
 
-    Rows of one tile, of two, never a second reading of the keys.
+    Tiles of 4, 8, 16 and 32 rows, never a second reading of the keys.
     """
     cache, _, _ = filled(130)
     assert_bits(cache, draw((B, heads, 1, D), 9), 2 if heads > 32 else 1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
+def test_more_splits_than_a_block_has_threads(dtype):
+    """Most of them without a key."""
+    cache, key, value = filled(257, dtype, b=1)
+    query = draw((1, H, 1, D), 9)
+    if dtype == "int8":
+        assert_bits(cache, query, 130)
+    out = cache.decode(query, splits=130)
+    assert relative(out, expected(query, key, value)[0]) <= TOLERANCE[dtype]
 
 
 @pytest.mark.slow
@@ -199,8 +210,8 @@ def test_channels(d, dv, dtype):
 @pytest.mark.parametrize("dtype", ["int8", "float16"])
 def test_tokens_and_queries_that_are_not_finite(dtype):
     cache = new(dtype)
-    key, value = tokens(30)
-    key[0, 0, 21, 3], value[1, 1, 29, 5] = np.inf, np.nan
+    key, value = tokens(150)  # a tile that every row sees whole, and one with an end
+    key[0, 0, 21, 3], value[1, 1, 149, 5] = np.inf, np.nan
     cache.append(key, value)
     query = draw((B, H, 2, D), 1)
     query[1, 0, 0, 2] = np.nan

@@ -103,6 +103,16 @@ def test_options_have_the_bits_of_the_cpu(case, smooth):
     assert np.isfinite(found[0][0][:, :, 2 if case == "all" else 3 :]).all()
 
 
+def test_a_call_takes_the_options_that_it_is_given():
+    """Not those that the same prepared call had before."""
+    cache, key, value = filled(20, "float16")
+    query = draw((B, H, 1, D), 5)
+    for softcap in (1.5, 0.5):
+        out = cache.decode(query, softcap=softcap)
+        exact, _ = expected(query, key, value, softcap=softcap)
+        assert relative(out, exact) <= TOLERANCE["float16"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "float16"])
 def test_options_in_a_ring(dtype):

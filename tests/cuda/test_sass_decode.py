@@ -170,4 +170,4 @@ def test_append_and_combine(arch):
     found = resources(decode_rotate, arch, d=256, smooth=True)
     assert found.count("SHFL") == 5 * 8 + 5  # turns across lanes, the largest of the row
     found = resources(decode_combine, arch, dv=128, tile_rows=16, exact=arch != "sm_75")
-    assert found.count("LDG") >= 16 and found.registers <= 80  # partial outputs on their way
+    assert found.count("LDG") >= 16 and found.registers <= 96  # partial outputs on their way

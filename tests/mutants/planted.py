@@ -830,7 +830,7 @@ MUTANTS = [
     ),
     Mutant(
         "cuda/launch_decode.py",
-        "            _rotate(card, out)",
+        "            yield _rotation(card, out)",
         "            pass",
         "tests/cuda/test_decode_rotated_cuda.py",
     ),
@@ -853,10 +853,22 @@ MUTANTS = [
         f"{CUDA_INT4} -k finite",
     ),
     Mutant(
-        "cuda/kernels/decode_int8.py",
-        "i32((s[i] + (high[i] << LOW_BITS)) >> divide)",
-        "i32(s[i] + (high[i] << LOW_BITS))",
+        "cuda/kernels/decode_columns.py",
+        "acc[4 * (i >> 1) + 2 * j + (i & 1)] >> NUMBER_BITS",
+        "acc[4 * (i >> 1) + 2 * j + (i & 1)]",
         f"{CUDA_INT4} -k bits_of_the_model",
+    ),
+    Mutant(
+        "cuda/kernels/decode_int8.py",
+        "numbers != numbers",
+        "False",
+        "tests/cuda/test_decode_cuda.py -k not_finite",
+    ),
+    Mutant(
+        "cuda/launch_decode.py",
+        "        self._prepared = Prepared()\n\n    @property",
+        "\n    @property",
+        "tests/cuda/test_decode_options_cuda.py",
     ),
     Mutant(
         "cuda/decode_layout.py",

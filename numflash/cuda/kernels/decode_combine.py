@@ -12,6 +12,7 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_pieces import THREADS, WARPS, divided
+from .decode_rotate import LANES, make_turn_row
 from .int8_softmax import power
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
@@ -37,17 +38,19 @@ def block_max(x, at, thread):
     return x
 
 
-def decode_combine(dv: int, tile_rows: int, exact: bool) -> Source:
+def decode_combine(dv: int, tile_rows: int, exact: bool, turned: int = 0) -> Source:
     """The kernel that merges the splits of `decode_int8` or `decode_float`: partial outputs (task,
     tile_rows, dv), m and l (task, tile_rows).
 
     exact : for `decode_int8`, whose factors are powers of two; each operation is rounded once
+    turned : of a cache that rotates the channels of a row, which its first warp turns back
 
     One block for a row. Its threads have a split each while they make the splits' shares, then a
     channel each, or two.
     """
     per_thread = (dv + THREADS - 1) // THREADS
     one = f32(fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT if exact else 1)
+    turn_row, turns = make_turn_row(turned or LANES)
 
     def combine(pointers, sizes):
         o_part, m_part, l_part, out, m_out, l_out = pointers
@@ -55,6 +58,7 @@ def decode_combine(dv: int, tile_rows: int, exact: bool) -> Source:
         thread = i32(cuda.threadIdx.x)
         shared = ptx.shared_address(cuda.shared.array(0, u32))
         ls, warps = shared + u32(4 * THREADS), shared + u32(8 * THREADS)
+        line = warps + u32(4 * WARPS)
         row = i32(cuda.blockIdx.x)
         head = divided(row, rows)
         inside = row - head * rows
@@ -101,12 +105,28 @@ def decode_combine(dv: int, tile_rows: int, exact: bool) -> Source:
             ptx.store_global_f32(m_out + u64(row) * u64(4), top)
             ptx.store_global_f32(l_out + u64(row) * u64(4), total)
         reciprocal = f32(0) if total == f32(0) else ptx.div(one, total)
+        to = out + u64(row) * u64(columns) * u64(4)
         for t in range(per_thread):
             c = thread + t * THREADS
             if c < columns:
-                ptx.store_global_f32(
-                    out + (u64(row) * u64(columns) + u64(c)) * u64(4),
-                    ptx.mul(sums[t], reciprocal),
-                )
+                x = ptx.mul(sums[t], reciprocal)
+                if turned:
+                    ptx.store_shared_f32(line + u32(4 * c), x)
+                else:
+                    ptx.store_global_f32(to + u64(c * 4), x)
+        if turned:
+            cuda.syncthreads()
+            if thread < LANES:
+                channels = cuda.local.array(turns, f32)
+                for t in range(turns):
+                    c = thread + LANES * t
+                    channels[t] = f32(0)
+                    if c < turned:
+                        channels[t] = ptx.load_shared_f32(line + u32(4 * c))
+                turn_row(channels, thread)
+                for t in range(turns):
+                    c = thread + LANES * t
+                    if c < turned:
+                        ptx.store_global_f32(to + u64(c * 4), channels[t])
 
-    return Source(combine, SIGNATURE, THREADS, SHARED)
+    return Source(combine, SIGNATURE, THREADS, SHARED + (4 * dv if turned else 0))

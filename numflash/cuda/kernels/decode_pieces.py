@@ -3,7 +3,7 @@
 A cache's tiles on their way to shared memory, query rows on theirs, and the results' way back.
 
 A block works on one KV head, one tile of query rows (the heads of its group times the new tokens,
-16 to 64 rows) and one split of the keys. Its four warps divide the keys of a tile among them for
+4 to 32 rows) and one split of the keys. Its four warps divide the keys of a tile among them for
 the scores, and the channels for the output, so every byte of K and V is read once from memory to
 shared memory and once from there to registers; maxima, weights and their sums cross between the
 warps through shared memory.
@@ -213,8 +213,9 @@ def make_load_keys(
                 copy(place, ahead, address, i32(i * step) < left)
                 address = ptx.fresh_address(address + u64(step) * u64(pages.left))
 
-    # where the column is the thread's own in every turn
-    steady = even and THREADS % chunks == 0 and row_bytes & (row_bytes - 1) == 0
+    # where the column is the thread's own in every turn, and turns are whole swizzles or constants
+    shift, xor = swizzle_of(row_bytes)
+    steady = even and THREADS % chunks == 0 and (fours or step % ((xor + 1) << shift) == 0)
     return load_keys_by_steps if steady else load_keys
 
 
