@@ -157,10 +157,11 @@ def make_of_channels(shape: Shape) -> Any:
 
     @device_function
     def of_channels(x, table, c):
+        four = cuda.local.array(CHANNELS, u32)
         for t in range(shape.turns):
+            ptx.load_shared_v4(four, 0, table + u32(4 * (c + span * t)))
             for i in range(CHANNELS):
-                at = table + u32(4 * (c + span * t + i))
-                x[CHANNELS * t + i] = ptx.load_shared_f32(at)
+                x[CHANNELS * t + i] = ptx.from_bits(four[i])
 
     return of_channels
 
