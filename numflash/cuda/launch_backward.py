@@ -415,5 +415,6 @@ def emulated(
     for launch in work.launches:
         kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
         grid = launch.blocks(EMULATED_BLOCKS)
-        reports.append(emulate(kernel, grid, None, list(launch.args), **options))
+        arguments = launch.arguments(EMULATED_BLOCKS)
+        reports.append(emulate(kernel, grid, None, arguments, **options))
     return work.gradients, tuple(reports)

@@ -10,6 +10,7 @@ import numpy as np
 from ..tiling import CUDA_NARROW, CUDA_WIDE, gradient_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
+from .device.arrangement import Arrangement, band_costs
 from .device.operands import (
     KEPT_IN_L2,
     LOG2E,
@@ -63,6 +64,20 @@ def units_together(problem: Problem, gradients: str, others: int) -> int:
     return max(1, min(kept // group if gradients == "kv" else kept * group, heads))
 
 
+def _order(problem: Problem, gradients: str, row_tiles: int, columns: int) -> Arrangement:
+    """The order of the tiles of own rows of a pass with a band: keys see queries as these see them."""
+    nb, nh, nkv, length, s, *_ = problem.shape
+    diagonal, keys = key_places(problem, s)
+    _, left, right = band(problem)
+    tile = ROWS, columns
+    if gradients == "kv":
+        queries = np.full(nb, length)
+        each = band_costs((s, 1, row_tiles), queries, -diagonal, (right, left), tile)
+        return Arrangement(np.repeat(each, nkv, 0), units_together(problem, "kv", length))
+    each = band_costs((length, 1, row_tiles), keys, diagonal, (left, right), tile)
+    return Arrangement(np.repeat(each, nh, 0), units_together(problem, "q", s))
+
+
 def hopper_passes(
     problem: Problem,
     operands: Arrays,
@@ -99,13 +114,13 @@ def hopper_passes(
         ]
         rows, others, widths = own[0].shape[2], other[0].shape[2], (q.shape[-1], v.shape[-1])
         row_tiles, units = -(-rows // ROWS), heads * nb
-        together = units_together(problem, which, others) if has_band else 1
+        order = _order(problem, which, row_tiles, columns) if has_band else np.zeros(1, np.int32)
         args = (
-            (maps, *sums, stats, *places),
+            (maps, *sums, stats, *places, order),
             tuple(int(n) for x in sums for n in x.strides[:3]),
             (
                 *(rows, others, *(2 * n for n in widths), nh, left, right, stats.shape[2] // 2),
-                *(row_tiles, units, together),
+                *(row_tiles, units),
             ),
             factors,
         )

@@ -178,7 +178,8 @@ def test_the_order_of_the_mean():
     ],
 )
 def test_options_and_dtypes(arch, dtype, options):
-    q, k, v = oracles.qkv(h=2, hkv=1, l=75, s=133, d=64)
+    """On sm_75 of odd head sizes, whose rows are read element by element."""
+    q, k, v = oracles.qkv(h=2, hkv=1, l=75, s=133, d=61 if arch == "sm_75" else 64)
     if options.get("attn_mask") == "float":
         options = {"attn_mask": oracles.draw((75, 133), 9, np.float32)}
     same_bits(problem_of(q, k, v, dtype, **options), arch, dtype)

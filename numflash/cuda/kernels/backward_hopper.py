@@ -31,20 +31,19 @@ from .hopper import (
     make_issue_held,
     make_issue_scores,
 )
-from .hopper_schedule import make_number_in, make_rows_of
+from .hopper_schedule import make_place_in, make_rows_at
 from .pieces import Call, make_read
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
 # pointers: tensor maps of a, b, c, e and the statistics (128 bytes each), sum_a, sum_b, statistics,
-# diagonal, key_lengths
+# diagonal, key_lengths, order of the tiles of own rows where the host has arranged them
 # strides in bytes: batch, head, row of sum_a, sum_b
 # sizes: rows of a, rows of c, bytes per row of sum_a, sum_b, query heads, left, right, rows of
-# statistics per head, then the schedule's (`hopper_schedule`): tiles of own rows, units (heads), units
-# together
+# statistics per head, then the schedule's (`hopper_schedule`): tiles of own rows, units (heads)
 # factors: scale * log2(e), scale
 SIGNATURE = types.void(
-    types.UniTuple(u64, 6), types.UniTuple(i64, 6), types.UniTuple(i32, 11), types.UniTuple(f32, 2)
+    types.UniTuple(u64, 7), types.UniTuple(i64, 6), types.UniTuple(i32, 10), types.UniTuple(f32, 2)
 )
 
 
@@ -102,8 +101,7 @@ def backward_hopper(
     else:
         issue_scores = make_issue_scores(by_rows, d // 16, own_panel, panel)
     fence_s, fence_sum = ptx.register_fence(n_s), ptx.register_fence(n_a)
-    block_of, number_in = make_block_of(of_keys), make_number_in(1)
-    rows_of = make_rows_of(band and not of_keys)  # the first keys are seen by most queries
+    block_of, place_in, rows_at = make_block_of(of_keys), make_place_in(1), make_rows_at(band)
     find_columns = make_find_columns(ROWS, columns, of_keys, band)
     n_own, read = d // 4, make_read(PANEL_BYTES)
     find_statistics = make_find_statistics(of_keys)
@@ -247,10 +245,9 @@ def backward_hopper(
             write_sums(work.sum_b, f32(1), to, b_step, row, own_rows, live, dv_left)
 
     @device_function
-    def place_in(turn, call):
+    def rows_in(turn, call):
         """The block's first own row in its turn, and what its rows attend to."""
-        row_tiles, units, together = call.sizes[8:]
-        tile, unit = rows_of(number_in(turn), row_tiles, units, together)
+        tile, unit = rows_at(place_in(turn), call.pointers[6], call.sizes[8])
         heads = i32(call.sizes[4] // group) if of_keys else call.sizes[4]
         batch = i32(ptx.udiv(u32(unit), u32(heads)))
         block = block_of(
@@ -267,7 +264,7 @@ def backward_hopper(
     @device_function
     def compute(turn, n, work, rows, ring, call):
         """A warpgroup's part of a tile of own rows; how many tiles of the ring have been used then."""
-        first, block = place_in(turn, call)
+        first, block = rows_in(turn, call)
         tile, tiles, low, high = find_columns(block, first)
         mine = Rows(i32(first + own_row()), rows.lse, rows.delta, rows.pairs, rows.last)
         find_statistics(mine, block, call)
@@ -285,7 +282,7 @@ def backward_hopper(
         if not held:
             ptx.mbarrier_arrive(ring.empty_own)
         fence_sums(work)
-        first, block = place_in(ptx.fresh(turn), call)  # in no register until here
+        first, block = rows_in(ptx.fresh(turn), call)  # in no register until here
         write(work, i32(first + own_row()), block, call)
         return n
 
@@ -304,8 +301,8 @@ def backward_hopper(
             FEWER()
             brought, landed = u32(0), u32(0)
             if thread < 32:
-                while number_in(turn) < tiles_of_rows:
-                    first, block = place_in(turn, call)
+                while place_in(turn) < tiles_of_rows:
+                    first, block = rows_in(turn, call)
                     tile, tiles, _, _ = find_columns(block, first)
                     brought, landed = bring(
                         turn, brought, landed, first, tile, tiles, block, ring, maps, call
@@ -329,8 +326,8 @@ def backward_hopper(
                 ring.last + u32((thread - 128) * 2),
             )
             n = i32(0)
-            while number_in(turn) < tiles_of_rows:
+            while place_in(turn) < tiles_of_rows:
                 n = compute(turn, n, work, rows, ring, call)
                 turn += 1
 
-    return Source(backward, SIGNATURE, 128 * (1 + 2), layout.shared_bytes)
+    return Source(backward, SIGNATURE, 128 * (1 + CONSUMERS), layout.shared_bytes)

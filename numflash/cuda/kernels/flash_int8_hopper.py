@@ -233,12 +233,12 @@ def flash_int8_hopper(
                 ptx.mbarrier_init(full + u32(8 * i), u32(1))
                 ptx.mbarrier_init(empty + u32(8 * i), u32(128 * consumers))
             ptx.fence_mbarrier_init()
-            for i in range(MAPS):  # the maps are in global memory, written before this launch
-                ptx.tensormap_acquire(maps + u64(128 * i))
         cuda.syncthreads()
         if warpgroup == 0:
             FEWER()
             if thread == 0:
+                for i in range(MAPS):  # the maps are in global memory, written before this launch
+                    ptx.tensormap_acquire(maps + u64(128 * i))
                 ptx.mbarrier_expect(full_q, u32(panels * q_panel))
                 for h in range(panels):
                     ptx.tma_load_5d(

@@ -54,15 +54,16 @@ def make_first_values(first: int, stop: int, width: int) -> Any:
 
     @device_function
     def add_tiles(o, w, values):
+        pair = cuda.local.array(2, u32)
         for n in range(first, stop):
-            for e in range(2):
-                for r in range(2):
-                    o[4 * n + 2 * r + e] = f32(0)
-                for j in range(FIRST_KEYS):
-                    v = ptx.load_global_f32(values + u64((j * width + 8 * n + e) * 4))
+            for i in range(4):
+                o[4 * n + i] = f32(0)
+            for j in range(FIRST_KEYS):
+                ptx.load_global_v2(pair, 0, values + u64((j * width + 8 * n) * 4))
+                for e in range(2):
                     for r in range(2):
                         at = 4 * n + 2 * r + e
-                        o[at] = ptx.fma(w[FIRST_KEYS * r + j], v, o[at])
+                        o[at] = ptx.fma(w[FIRST_KEYS * r + j], ptx.from_bits(pair[e]), o[at])
 
     return add_tiles
 

@@ -157,10 +157,11 @@ def make_of_channels(shape: Shape) -> Any:
 
     @device_function
     def of_channels(x, table, c):
+        four = cuda.local.array(CHANNELS, u32)
         for t in range(shape.turns):
+            ptx.load_shared_v4(four, 0, table + u32(4 * (c + span * t)))
             for i in range(CHANNELS):
-                at = table + u32(4 * (c + span * t + i))
-                x[CHANNELS * t + i] = ptx.load_shared_f32(at)
+                x[CHANNELS * t + i] = ptx.from_bits(four[i])
 
     return of_channels
 
@@ -243,35 +244,52 @@ def turned(word, c):
 
 
 @functools.cache
-def make_first_keys(shape: Shape, width: int, dv: int) -> Any:
-    """first_keys(x, y, factors, value_factors, to, kv, first, c): what is kept of the first keys.
+def make_first_keys(shape: Shape, width: int) -> Any:
+    """first_keys(x, factors, planes, number, c): bytes, and what these leave, of the first keys.
 
-    Planes and values (`launch_int8.Operands`), of rows 0 and 1 of the four, if these are among them.
+    Of rows 0 and 1 of the four; the first goes to row `number` of all heads' planes, the rest of it
+    `FIRST_KEYS` rows further (`launch_int8.Operands`).
+    """
+    own, span = CHANNELS * shape.turns, CHANNELS * shape.lanes
+
+    @device_function
+    def first_keys(x, factors, planes, number, c):
+        for r in range(2):
+            for t in range(shape.turns):
+                for i in range(CHANNELS):
+                    n, channel = CHANNELS * t + i, i32(c + span * t + i)
+                    if channel < width:
+                        key = ptx.mul(x[own * r + n], factors[r])
+                        whole = ptx.to_int(key)
+                        at = planes + u64(i32((number + r) * width + channel))
+                        ptx.store_global_u8(at, u32(whole))
+                        rest = u32(finer(key) - whole * fx.FINER)
+                        ptx.store_global_u8(at + u64(fx.FIRST_KEYS * width), rest)
+
+    return first_keys
+
+
+@functools.cache
+def make_first_values(shape: Shape, dv: int) -> Any:
+    """first_values(y, factors, values, number, c): the first keys' values, finer than bytes.
+
+    Of rows 0 and 1 of the four; the first goes to row `number` of all heads' (`launch_int8.Operands`).
     """
     own, span = CHANNELS * shape.turns, CHANNELS * shape.lanes
     unit = f32(1 / fx.FINER)
 
     @device_function
-    def first_keys(x, y, factors, value_factors, to, kv, first, c):
-        planes, values = to
+    def first_values(y, factors, values, number, c):
         for r in range(2):
-            j = i32(first + r)
             for t in range(shape.turns):
                 for i in range(CHANNELS):
                     n, channel = CHANNELS * t + i, i32(c + span * t + i)
-                    key = ptx.mul(x[own * r + n], factors[r])
-                    whole = ptx.to_int(key)
-                    if channel < width:
-                        at = planes + u64(i32((kv * 2 * fx.FIRST_KEYS + j) * width + channel))
-                        ptx.store_global_u8(at, u32(whole))
-                        rest = u32(finer(key) - whole * fx.FINER)
-                        ptx.store_global_u8(at + u64(fx.FIRST_KEYS * width), rest)
                     if channel < dv:
-                        value = finer(ptx.mul(y[own * r + n], value_factors[n]))
-                        at = values + u64(i32((kv * fx.FIRST_KEYS + j) * dv + channel) * 4)
+                        value = finer(ptx.mul(y[own * r + n], factors[n]))
+                        at = values + u64(i32((number + r) * dv + channel) * 4)
                         ptx.store_global_f32(at, ptx.mul(ptx.to_float(value), unit))
 
-    return first_keys
+    return first_values
 
 
 def int8_quantize(
@@ -303,7 +321,7 @@ def int8_quantize(
         make_of_channels(shape),
     )
     store_rows, store_values = make_store_rows(shape), make_store_values(shape)
-    first_keys = make_first_keys(shape, width, dv)
+    first_keys, first_values = make_first_keys(shape, width), make_first_values(shape, dv)
     find_means, find_block = make_find_means(smooth), make_find_block(KEY_BLOCK, folded=folded)
     group_words, own, n_x = WORDS // shape.beside, CHANNELS * shape.turns, shape.numbers
     n_raw = n_x // (1 if source == "float32" else 2)
@@ -319,24 +337,28 @@ def int8_quantize(
         top, factors = cuda.local.array(ROWS, i32), cuda.local.array(ROWS, f32)
         whole = is_whole(q, steps[0], steps[1], channels)
         word, stop = i32(start + warp), i32(start + group_words)
-        while word < stop:
-            row = i32(first + first_row(word))
-            read(raw, q, steps, row, queries, channels, whole, place.c)
+        # one turn more than there are words: the next rows are on their way while these become bytes
+        while word < stop + WARPS:
+            c, lane = ptx.fresh(place.c), ptx.fresh(lane)
             unpack(x, raw)
-            largest(x, top)
-            peak = join(top, lane)
-            good = is_finite(peak)
-            scale, factor = scale_of(ptx.from_bits(u32(peak)))
-            spread(factors, factor if good else f32(0), lane)
-            clear_bad(x, good, lane)
-            store_rows(bytes_at, x, factors, row, queries, row_bytes, place.c)
-            if place.own < ROWS and row + place.ahead < queries:
-                cq = ptx.fmin(ptx.fmax(ptx.mul(scale, unit), -SCALE_LIMIT), SCALE_LIMIT)
-                at = u64(i64(row + place.ahead) * 4)
-                ptx.store_global_f32(scales + at, scale if good else f32(1))
-                ptx.store_global_f32(cqs + at, cq if good else NAN)
-                if softcap:
-                    ptx.store_global_f32(shifts + at, f32(0))
+            if word < stop:
+                read(raw, q, steps, i32(first + first_row(word)), queries, channels, whole, c)
+            row = i32(first + first_row(i32(word - WARPS)))
+            if word >= start + WARPS:
+                largest(x, top)
+                peak = join(top, lane)
+                good = is_finite(peak)
+                scale, factor = scale_of(ptx.from_bits(u32(peak)))
+                spread(factors, factor if good else f32(0), lane)
+                clear_bad(x, good, lane)
+                store_rows(bytes_at, x, factors, row, queries, row_bytes, c)
+                if place.own < ROWS and row + place.ahead < queries:
+                    cq = ptx.fmin(ptx.fmax(ptx.mul(scale, unit), -SCALE_LIMIT), SCALE_LIMIT)
+                    at = u64(i64(row + place.ahead) * 4)
+                    ptx.store_global_f32(scales + at, scale if good else f32(1))
+                    ptx.store_global_f32(cqs + at, cq if good else NAN)
+                    if softcap:
+                        ptx.store_global_f32(shifts + at, f32(0))
             word = i32(word + WARPS)
 
     # One long function: its steps share some twenty addresses and sizes, which functions of their
@@ -376,42 +398,46 @@ def int8_quantize(
             v_whole = is_whole(v, v_steps[0], v_steps[1], columns)
             place, start = place_of(lane)
             raw_k, raw_v = cuda.local.array(n_raw, u32), cuda.local.array(n_raw, u32)
-            x, y = cuda.local.array(n_x, f32), cuda.local.array(n_x, f32)
+            x, numbers = cuda.local.array(n_x, f32), cuda.local.array(own, f32)
             top, f = cuda.local.array(ROWS, i32), cuda.local.array(ROWS, f32)
-            mean_of, factor_of = cuda.local.array(own, f32), cuda.local.array(own, f32)
             before = u64(kv) * u64(chunks) * u64(4)
             k_bytes += u64(kv) * u64(keys) * u64(row_bytes)
             key_scale += u64(kv) * u64(stored) * u64(4)
             word, stop = i32(start + warp), i32(start + group_words)
-            # one turn more than there are words: rows are read in the turn before
+            good_v = True
+            # one turn more than there are words: the next rows of V are on their way while those of K
+            # become bytes, and the other way round
             while word < stop + WARPS:
                 c, kv, lane = ptx.fresh(place.c), ptx.fresh(kv), ptx.fresh(lane)
-                row = i32(first + first_row(i32(word - WARPS)))
-                if word >= start + WARPS:
-                    of_channels(mean_of, table + u32(MEANS), c)
-                    of_channels(factor_of, table + u32(FACTORS), c)
-                    unpack(x, raw_k)
-                    unpack(y, raw_v)
-                    largest(y, top)
+                row, done = i32(first + first_row(word)), i32(word - WARPS)
+                old_row = i32(first + first_row(done))
+                if done >= start:
+                    of_channels(numbers, table + u32(FACTORS), c)
+                    unpack(x, raw_v)
+                    largest(x, top)
                     good_v = True
                     if not ptx.vote_all(i32(is_finite(largest_of(top)))):
                         good_v = is_finite(join(top, lane))
-                        clear_bad(y, good_v, lane)
+                        clear_bad(x, good_v, lane)
+                    store_values(table + u32(TILE), x, numbers, done, v_columns, c)
+                    if old_row < fx.FIRST_KEYS:
+                        first_values(x, numbers, first_v, i32(kv * fx.FIRST_KEYS + old_row), c)
+                if word < stop:
+                    read(raw_v, v, v_steps, row, length, columns, v_whole, c)
+                if done >= start:
+                    unpack(x, raw_k)
                     largest(x, top)
                     if smooth:
-                        take_means(x, mean_of, top)
-                    peak = join(top, lane)
-                    j = i32(row + place.ahead)
+                        of_channels(numbers, table + u32(MEANS), c)
+                        take_means(x, numbers, top)
+                    peak, j = join(top, lane), i32(old_row + place.ahead)
                     good_k = is_finite(peak)
                     scale, factor = f32(1), f32(0)
                     if j < length:
                         scale, factor = scale_of(ptx.from_bits(u32(peak)))
                     spread(f, factor if good_k else f32(0), lane)
                     clear_bad(x, good_k, lane)
-                    store_rows(k_bytes, x, f, row, keys, row_bytes, c)
-                    store_values(
-                        table + u32(TILE), y, factor_of, i32(word - WARPS), v_columns, place.c
-                    )
+                    store_rows(k_bytes, x, f, old_row, keys, row_bytes, c)
                     scale = ptx.fmin(scale, SCALE_LIMIT)
                     scale = (scale if good_k and good_v else NAN) if j < keys else f32(0)
                     if place.own < ROWS and j < stored:
@@ -419,12 +445,10 @@ def int8_quantize(
                     if place.own < ROWS and j < fx.FIRST_KEYS:
                         at = first_scale + u64(i32(kv * fx.FIRST_KEYS + j) * 4)
                         ptx.store_global_f32(at, ptx.mul(scale, fine_unit))
-                    if row < fx.FIRST_KEYS:
-                        first_keys(x, y, f, factor_of, (planes, first_v), kv, row, c)
+                    if old_row < fx.FIRST_KEYS:
+                        first_keys(x, f, planes, i32(kv * 2 * fx.FIRST_KEYS + old_row), c)
                 if word < stop:
-                    row = i32(first + first_row(word))
                     read(raw_k, k, k_steps, row, length, channels, k_whole, c)
-                    read(raw_v, v, v_steps, row, length, columns, v_whole, c)
                 if word < start + WARPS:  # while the first rows are on their way
                     mean, scale = find_means(
                         table,
