@@ -40,7 +40,7 @@ from .kernels.flash_float32 import WARPS
 from .launch_backward_hopper import ShapeOf, hopper_passes, takes
 from .launch_backward_hopper import shape_of as hopper_shape
 
-BLOCK = 128  # rows of statistics come in whole blocks, of the largest pass
+BLOCK = 64  # rows of statistics come in whole blocks, of the largest `mma.sync` pass
 # rows that a block owns and columns per tile, the best first: what fits into shared memory is taken
 SHAPES = ((64, 64), (64, 32), (64, 16), (32, 32), (32, 16))
 Arrays = tuple[np.ndarray, ...]

@@ -23,15 +23,18 @@ class Rows(NamedTuple):
 
 
 def make_find_statistics(of_keys: bool) -> Any:
-    """find_statistics(rows, block, call): LSE and D of the rows, which are padded to whole blocks."""
+    """find_statistics(rows, block, call): LSE and D of the rows, zeros where there are none: such a
+    row has zeros for Q and dO, and so for dS.
+    """
 
     @device_function
     def find_statistics(rows, block, call):
         heads, stat_rows = call.sizes[4], call.sizes[7]
         for r in range(2):
             rows.lse[r], rows.delta[r] = f32(0), f32(0)
-            if not of_keys:
-                row = (block.batch * heads + block.head) * stat_rows + rows.row + 8 * r
+            row = i32(rows.row + 8 * r)
+            if not of_keys and row < stat_rows:
+                row = (block.batch * heads + block.head) * stat_rows + row
                 at = call.pointers[3] + u64(row * 8)
                 rows.lse[r] = ptx.load_global_f32(at)
                 rows.delta[r] = ptx.load_global_f32(at + u64(4))
