@@ -4,6 +4,7 @@ its solution right, its typical mistake refused; and no answer is visible before
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -50,6 +51,45 @@ def checked(body):
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check":
             found.append((call.args[0].value, ast.get_source_segment(body, node)))
     return found
+
+
+def modules_of(tree):
+    """{name: module} of the modules of numflash that a notebook imports."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("numflash"):
+            for x in node.names:
+                path = f"{node.module}.{x.name}"
+                if importlib.util.find_spec(node.module) and _is_module(path):
+                    found[x.asname or x.name] = importlib.import_module(path)
+    return found
+
+
+def _is_module(path):
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:  # its parent is none
+        return False
+
+
+@each
+def test_names_of_modules_exist(source):
+    """Of numflash's modules, in cells that need a card as well, which no test runs."""
+    if source.stem[:2] in GPU:
+        pytest.importorskip("numba_cuda", reason="needs the cuda extra")
+    tree = ast.parse(
+        "\n".join(body for _, header, body in cells(source) if "[markdown]" not in header)
+    )
+    modules = modules_of(tree)
+    missing = [
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+        and not hasattr(modules[node.value.id], node.attr)
+    ]
+    assert missing == []
 
 
 @each

@@ -10,9 +10,9 @@ def uploaded(heads: int, kv_heads: int, d: int) -> int:
     return 4 * d * (heads + kv_heads + kv_heads)
 
 
-def written(kv_heads: int, splits: int, d: int) -> int:
-    """Bytes of the parts: 16 rows of d sums, a maximum and a sum each."""
-    return kv_heads * splits * (16 * d * 4 + 2 * 16 * 4)
+def written(heads: int, splits: int, d: int) -> int:
+    """Bytes of the parts: for each query head a row of d sums, a maximum and a sum."""
+    return splits * (heads * d * 4 + 2 * heads * 4)
 
 
 EXERCISES = {
@@ -29,11 +29,11 @@ EXERCISES = {
     "19.2": Exercise(
         "bytes of the parts",
         (
-            "A part has 16 rows. Each has d sums, one maximum and one row sum, all float32.",
-            "There is a part for each KV head and split.",
+            "A part has a row for each query head of its KV head: d sums, one maximum and one row sum, all float32.",
+            "There is a part for each KV head and split, so a row for each query head and split.",
         ),
         model=written,
-        cases=((2, 3, 64), (2, 16, 64), (8, 4, 128)),
+        cases=((14, 3, 64), (14, 16, 64), (32, 4, 128)),
         slip=("(d + 2)", "d"),
     ),
 }
