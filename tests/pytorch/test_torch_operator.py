@@ -218,8 +218,9 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
     operator.attention_operator._init_fn(
         q, q, q, *{**DEFAULTS, "left": 3, "precision": "int8"}.values()
     )
-    ((*tensors, options, impl),) = seen
+    ((*tensors, options, impl, call),) = seen
     assert all(x is q for x in tensors) and impl == "auto" and options.precision == "int8"
+    assert call is None  # of a tensor there would be a key for the next call
     assert options.window == (3, None) and options.return_lse
 
 
