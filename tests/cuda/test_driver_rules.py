@@ -81,10 +81,10 @@ def lines(driver, code, capability="90", **more):  # noqa: F811
 
 
 SIDE_STREAM = """
-for n in range(600):  # more contents than are kept
+for n in range(1000):  # more contents than are kept
     numflash.attention(q, k, k, key_lengths=np.array([n % 90 + 1]), softcap=1 + n / 7, alibi_slopes=np.array([n, 1.0]))
 streams[0] = 0x88
-numflash.attention(q, k, k, alibi_slopes=np.array([599.0, 1]))
+numflash.attention(q, k, k, alibi_slopes=np.array([999.0, 1]))
 constants = card.current_device()._constants
 print(len(constants._copies), sum(len(x) for x in constants._free.values()) + len(constants._copies))
 """
@@ -116,7 +116,8 @@ for mode in range(3):
     for n in range(300):
         numflash.attention(q, k, k, alibi_slopes=np.array([n, 1.0]))
     now = {n: c.address for n, c in card.current_device()._constants._copies.items()}
-    print(len(read), all(now[n] == at for n, at in read.items()), d.cuGraphLaunch(whole, 0x77)[0].name)
+    held = np.array([50 + mode], np.int32).tobytes() in read
+    print(held, all(now[n] == at for n, at in read.items()), d.cuGraphLaunch(whole, 0x77)[0].name)
 card.current_device().release(x.at)
 print(d.cuGraphLaunch(whole, 0x77)[0].name)
 """
@@ -129,7 +130,7 @@ def test_forward_and_backward_are_captured(driver):  # noqa: F811
     """
     out, said = lines(driver, CAPTURE)
     assert out[:-1:2] == ["CUDA_SUCCESS"] * 3
-    assert all(line.split()[1:] == ["True", "CUDA_SUCCESS"] for line in out[1:-1:2]), out
+    assert out[1:-1:2] == ["True True CUDA_SUCCESS"] * 3
     assert out[-1] == "CUDA_ERROR_ILLEGAL_ADDRESS", "a gradient's operand was freed"
     assert "a graph that reads what is freed" in said and said.count("stub:") == 1, said
 
