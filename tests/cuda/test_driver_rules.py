@@ -315,7 +315,7 @@ BROKEN = {
         "address that 64 does not divide",
     ),
     "pageable copy": (
-        "con.Constants._made = lambda self, content, stream, captured: (lambda a: (d.cuMemcpyHtoD(a, content, len(content)), "
+        "con.Constants._made = lambda self, content, stream, at_once: (lambda a: (d.cuMemcpyHtoD(a, content, len(content)), "
         "con.Copy(a, 0, 128, None, True))[1])(int(d.cuMemAlloc(128)[1]))\n",
         "does not come after the copy",
     ),

@@ -34,7 +34,7 @@ class Arrangement:
         return _arranged(self._costs, self._shape, self._together, blocks)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(16)  # an int32 for each tile of rows
 def _arranged(costs: bytes, shape: tuple[int, int], together: int, blocks: int) -> np.ndarray:
     units, row_tiles = shape
     cost = np.frombuffer(costs, np.int32)

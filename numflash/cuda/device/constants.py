@@ -77,7 +77,7 @@ class Constants:
             copy = self._copies.get(content)
             if copy is None:
                 self._drop_old()
-                copy = self._copies[content] = self._made(content, 0, captured=True)
+                copy = self._copies[content] = self._made(content, 0, at_once=True)
             copy.holders.add(holder)
             return copy
 
@@ -91,18 +91,18 @@ class Constants:
         if not copy.ready:
             check(d, d.cuStreamWaitEvent(stream, copy.event, 0))
 
-    def _made(self, content: bytes, stream: int, captured: bool) -> Copy:
-        """A new copy, enqueued on `stream`; at once, and by a stream of its own, if `captured`."""
+    def _made(self, content: bytes, stream: int, at_once: bool) -> Copy:
+        """A new copy, enqueued on `stream`; at once, and by a stream of its own, if `at_once`."""
         d = self._driver
         size = max(SMALLEST, 1 << (len(content) - 1).bit_length())
-        if not captured:
+        if not at_once:
             self._drop_old()
         with Uncaptured(d):
             address, pinned = self._slot(size)
             event = self._events.pop() if self._events else self._new_event()
         copy = Copy(address, pinned, size, event)
         ctypes.memmove(pinned, content, len(content))
-        if captured:  # done before the launch, of which it is no part
+        if at_once:  # done before the launch, of which it is no part
             with Uncaptured(d):
                 self._own_stream = self._own_stream or check(
                     d, d.cuStreamCreate(d.CUstream_flags.CU_STREAM_NON_BLOCKING)
