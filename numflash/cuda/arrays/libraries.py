@@ -15,6 +15,7 @@ from ...interop import device_tensors
 from ...interop.arrays import on_device
 from ..device.driver import device_of, open_driver
 
+EMPTY = device_tensors.ALIGNMENT  # where an array without numbers, which has no address, counts as
 # shape, strides in bytes (None: contiguous), name of the dtype
 Described = tuple[tuple[int, ...], tuple[int, ...] | None, str]
 
@@ -115,7 +116,7 @@ def seen(name: str, x: Any) -> Seen | None:
     if library is PyTorch:
         device_tensors.check(name, x)
     address, form = library.look(x)
-    return Seen(library, address or 16, form)
+    return Seen(library, address or EMPTY, form)
 
 
 def _library_of(x: Any) -> Any:

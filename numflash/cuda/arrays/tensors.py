@@ -1,7 +1,7 @@
 """Equal calls on PyTorch's tensors that were made before: nothing is looked at again.
 
-Half of what a short call costs on the host is asking the tensors, so what is asked is what makes
-calls equal, once.
+Half of what a short call costs on the host is asking tensors for shapes, strides and addresses. Each
+is asked once, for the key by which the call is found.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..device.recorded import base
+from .libraries import EMPTY
 from .plans import Plan
 
 
@@ -37,7 +38,7 @@ class Again:
         """The results; the launches are on the current stream."""
         bases, found = [0], []
         for x in operands:
-            bases.append(0 if x is None else base(x.data_ptr()))
+            bases.append(0 if x is None else base(x.data_ptr() or EMPTY))
         for shape, dtype in self._made:
             x = self._empty(shape, dtype=dtype, device=self._device)
             bases.append(x.data_ptr())
