@@ -19,6 +19,7 @@ from .device.operands import (
     KEPT_IN_L2,
     LOG2E,
     Launch,
+    Parts,
     Results,
     aligned,
     band,
@@ -165,10 +166,12 @@ def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, A
     }
 
 
-def float_forward(problem: Problem, arch: str, results: Results = None) -> Launch:
+def float_forward(
+    problem: Problem, arch: str, results: Results = None, parts: Parts | None = None
+) -> Launch:
     """The launch of `kernels.flash_float` for a float16 or bfloat16 problem.
 
-    `results` (out, lse) say that it is on the card.
+    `results` (out, lse) say that it is on the card; with `parts` of the keys these are written.
 
     Sinks are added on the card by the kernel, else by the caller.
     """
@@ -179,11 +182,14 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     if bits and arch == "sm_75":
         raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
     q, k, v, out, lse = _operands(problem, results)
+    if parts is not None:
+        out, lse = parts.out, parts.lse
     group = nh // nkv
     _, left, right = band(problem)
     mask, kind = one_mask(problem)
     stored, sinks = storage(mask, results), _sinks(problem, results)
     turing = arch == "sm_75"
+    count = 1 if parts is None else parts.number
     tiling = cuda_tiling("sm_75" if turing else "sm_80", problem.precision, padded(d), padded(dv))
     block_q = rows_per_block(tiling, length * group)
     constants = {
@@ -193,6 +199,7 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
         "block_k": tiling.key_block,
         "group": group,
         "turing": turing,
+        **({} if parts is None else {"split": True}),
         **folding(nb),
         **_float_options(problem, kind, results),
     }
@@ -204,10 +211,10 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     args = (
         (q, k, v, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
         strides,
-        (length, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right),
+        (length, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right, count),
         _factors(problem),
     )
-    grid = (-(-length * group // block_q), nkv, nb)
+    grid = (-(-length * group // block_q) * count, nkv, nb)
     return Launch(
         flash_float,
         constants,
@@ -273,15 +280,19 @@ def hopper_forward(
     overlap: bool = True,
     results: Results = None,
     tiling: Tiling | None = None,
+    parts: Parts | None = None,
 ) -> Launch:
     """The launch of `kernels.flash_hopper` for a float16 or bfloat16 problem.
 
-    Sinks as for `float_forward`; `tiling` replaces the one that is chosen for the problem.
+    Sinks and parts as for `float_forward`; `tiling` replaces the one that is chosen for the problem.
     """
     from .kernels.flash_hopper import PANEL, flash_hopper
 
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v, out, lse = _operands(problem, results)
+    if parts is not None:
+        out, lse = parts.out, parts.lse
+    count = 1 if parts is None else parts.number
     banded, left, right = band(problem)
     plain = scores_as_they_are(problem)
     packed = packed_heads(nh // nkv)
@@ -290,8 +301,9 @@ def hopper_forward(
     block_q, block_k = tiling.block_q, tiling.key_block
     mask, kind = one_mask(problem)
     stored, sinks = storage(mask, results), _sinks(problem, results)
-    row_tiles, units = -(-length * packed // block_q), nb * nh // packed
-    cluster = hopper_cluster(wide, dv_wide, row_tiles, banded or not plain)
+    row_tiles, units = -(-length * packed // block_q) * count, nb * nh // packed
+    alone = banded or not plain or parts is not None
+    cluster = hopper_cluster(wide, dv_wide, row_tiles, alone)
     constants = {
         "d": wide,
         "dv": dv_wide,
@@ -304,11 +316,14 @@ def hopper_forward(
         # of 64 channels with three warpgroups (measured on an H200; FlashAttention-3 does the same)
         "ping_pong": block_q > 128 or 64 < max(wide, dv_wide) <= 128,
         "cluster": cluster,
+        **({} if parts is None else {"split": True}),
         **_float_options(problem, kind, results),
     }
     chosen, functions = _functions(problem, packed, (block_q, block_k))
     constants.update(chosen)
-    order = _order(problem, packed, row_tiles, (block_q, block_k), functions)
+    order = np.zeros(1, np.int32)
+    if parts is None:
+        order = _order(problem, packed, row_tiles, (block_q, block_k), functions)
     maps = [
         TensorMap(packed_rows(q, packed), (1, 1, block_q // packed, packed, PANEL)),
         *(TensorMap(x, (1, 1, block_k, PANEL)) for x in (k, v)),
@@ -326,7 +341,7 @@ def hopper_forward(
             *functions,
         ),
         (*(int(n) for n in out.strides[:3]), *strides_of(mask, results)),
-        (length, v.shape[-1] * 2, nh, left, right, row_tiles, units),
+        (length, v.shape[-1] * 2, nh, left, right, row_tiles, units, count),
         _factors(problem),
     )
     return Launch(

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ... import validation
 from ...errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ...interop.arrays import import_array, on_device
@@ -92,15 +94,13 @@ def _forward(
     options: Options,
     with_functions: Callable[[validation.Problem], validation.Problem] | None,
 ) -> Plan:
-    """The launches of `attention`; what is made are out, lse and, for INT8, scratch memory."""
-    from .. import launch
-    from . import quantized
+    """The launches of `attention`; what is made are out, lse and scratch memory."""
+    from . import forward, quantized
 
     taken, problem = _described(operands, options)
     if with_functions is not None:
         problem = with_functions(problem)
-    integers = problem.precision == "int8"
-    if integers:
+    if problem.precision == "int8":
         quantized.check(problem)
     own = taken[0].dtype
     b, h, _, length, _, _, dv = problem.shape
@@ -112,21 +112,22 @@ def _forward(
             )
         problem = replace(problem, sinks=there)
     turned = options.layout == "blhd"
-    made: list[Made] = [(1, (b, length, h, dv) if turned else (b, h, length, dv), own)]
-    made.append((1, (b, h, length), "float32"))
+    made: list[Made] = []
+
+    def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        made.append((1, shape, dtype))
+        return _representing(made, len(FORWARD))[-1]
+
+    out = empty((b, length, h, dv) if turned else (b, h, length, dv), own)
+    lse = empty((b, h, length), "float32")
     device = operands.device()
     if 0 in (b, length):
         return Plan(device, [], made)
-    if integers:
-        made.append((1, (quantized.scratch_bytes(problem, device.arch),), "uint8"))
-    out, lse, *scratch = _representing(made, len(FORWARD))
     results = out.swapaxes(1, 2) if turned else out, lse
-    if integers:
-        return Plan(device, quantized.plan(problem, device.arch, own, results, *scratch), made)
-    return Plan(device, [launch.plan(problem, device.arch, results)], made)
+    return Plan(device, forward.launches(problem, own, device, results, empty), made)
 
 
-def _representing(made: list[Made], operands: int) -> list[Any]:
+def _representing(made: list[Made], operands: int) -> list[np.ndarray]:
     """The arrays that represent what a plan makes beside its operands."""
     return [
         representing(number, shape, dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,14 @@ MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has sm
 LOG2E = float(fx.LOG2E)
 
 Results = tuple[np.ndarray, np.ndarray] | None
+
+
+class Parts(NamedTuple):
+    """What parts of the keys leave, on the card (`kernels.key_parts`)."""
+
+    number: int
+    out: np.ndarray  # (B, H, L, number, Dv) float32
+    lse: np.ndarray  # (B, H, L, number) float32
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ leave registers. Keys and values come by cp.async into two buffers; sm_75 has ne
 k16 products and uses one buffer and two k8 products instead.
 
 Heads that share keys are packed: row r of the problem is query r // group of head r % group of the
-group.
+group. Where few rows see many keys, several blocks `split` the keys of a tile of rows; each writes
+an output and an LSE of its part, which `merge_parts` puts together.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any, NamedTuple
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .key_parts import make_find_part, make_share, make_store_part
 from .pieces import (
     NEG_INF,
     State,
-    make_find_block,
     make_load_rows,
     make_load_tile,
     make_rescale,
@@ -50,12 +51,12 @@ OWN = 10  # pointers before those of the functions
 
 # pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks, then the functions'
 # strides in bytes: batch, head, row of q, k, v, o; then of the mask: batch, head, query, key
-# sizes: queries, d, dv (bytes per row that exist), query heads, left, right
+# sizes: queries, d, dv (bytes per row that exist), query heads, left, right, parts of the keys
 # factors: scale * log2(e), softcap * log2(e), 2 / softcap
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN),
     types.UniTuple(i64, 16),
-    types.UniTuple(i32, 6),
+    types.UniTuple(i32, 7),
     types.UniTuple(f32, 3),
 )
 
@@ -95,6 +96,7 @@ def flash_float(
     group: int = 1,
     turing: bool = False,
     folded: bool = False,
+    split: bool = False,
     **options: Any,
 ) -> Source:
     """The kernel for padded head sizes d and dv.
@@ -104,6 +106,7 @@ def flash_float(
     block_q : query rows per block, 16 per warp;  block_k : keys per tile, a multiple of 16
     group : query heads per key head
     turing : sm_75;  folded : see `make_find_block`
+    split : o (B, H, L, parts, dv) and lse (B, H, L, parts) are of parts of the keys, float32
     options : those of `ScoreOptions`
     """
     chosen = ScoreOptions(**options)
@@ -131,10 +134,11 @@ def flash_float(
     change = make_apply(OWN, functions, "score", key_tiles)
     hide_by_mask = make_apply(OWN, functions, "mask", key_tiles)
 
-    tile_range, find_block = (
+    tile_range, find_part = (
         make_tile_range(block_q, block_k, group, band),
-        make_find_block(block_q, band, folded),
+        make_find_part(block_q, split, band, folded),
     )
+    share_of, store_part = make_share(split), make_store_part(value_tiles)
     load_q = make_load_rows(block_q, d_bytes, threads, group, not turing)
     load_k = make_load_tile(block_k, d_bytes, threads, not turing)
     load_v = make_load_tile(block_k, dv_bytes, threads, not turing)
@@ -181,7 +185,7 @@ def flash_float(
         return Lane(q_at, q_chunk, u32(k_row * d_bytes), k_chunk, u32(v_row * dv_bytes), v_chunk)
 
     @device_function
-    def finish_rows(state, factor, rows, sinks_at, lse_at, first, queries, lane):
+    def finish_rows(state, factor, rows, sinks_at, lse_at, first, queries, part, parts, lane):
         """alpha = 1 / l of each row, and its LSE to memory.
 
         A row without keys is 0, its LSE -inf (or the sink).
@@ -192,13 +196,15 @@ def flash_float(
             total = quad_sum(l[r])
             top = NEG_INF if total == f32(0) else m[r] * factor
             scale = f32(1)
-            if sinks and query[r] < queries:
+            if sinks and query[r] < queries and (not split or part == 0):
                 sink = ptx.load_global_f32(sinks_at + u64(head[r] * 4)) * LOG2E
                 top, total, scale = join_sink(top, total, sink)
             alpha[r] = f32(0) if total == f32(0) else scale * ptx.rcp(total)
             if lane & 3 == 0 and query[r] < queries:
-                at = lse_at + u64(((first + head[r]) * queries + query[r]) * 4)
-                ptx.store_global_f32(at, (top + ptx.lg2(total)) * LN2)
+                number = i32((first + head[r]) * queries + query[r])
+                if split:
+                    number = i32(number * parts + part)
+                ptx.store_global_f32(lse_at + u64(number * 4), (top + ptx.lg2(total)) * LN2)
 
     # One long function: its steps share fragments, addresses and sizes, which functions of their own
     # would all take as arguments.
@@ -206,13 +212,13 @@ def flash_float(
         q, k, v, o_out, lse_at, diagonals, lengths, mask_at, slopes, sinks_at = pointers[:OWN]
         q_batch, q_head, q_step, k_batch, k_head, k_step = strides[:6]
         v_batch, v_head, v_step, o_batch, o_head, o_step = strides[6:12]
-        queries, d_left, dv_left, heads, left, right = sizes
+        queries, d_left, dv_left, heads, left, right, parts = sizes
         factor = f32(1) if transform else factors[0]  # `adjust` has scaled the scores already
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
         total = i32(queries * group)
-        first, kv_head, batch = find_block(total)
+        first, kv_head, batch, part = find_part(total, parts)
         sq = ptx.shared_address(shared)
         sk = sq + u32(q_size)
         sv = sk + u32(stages * k_size)
@@ -228,6 +234,7 @@ def flash_float(
         place = Place(batch, diagonal, queries, keys)
         tile, tiles, whole_low, whole_high = tile_range(first, total, keys, diagonal, left, right)
         listed_at, tile, tiles = find_tiles(pointers, batch, kv_head, first // block_q, tile, tiles)
+        tile, tiles = share_of(tile, tiles, part, parts)
 
         rows = Rows(cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, f32))
         low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
@@ -295,17 +302,24 @@ def flash_float(
                 stage ^= 1
             tile += 1
 
-        finish_rows(state, factor, rows, sinks_at, lse_at, batch * heads, queries, lane)
-        # through this warp's own part of Q's tile, so that memory is written 16 bytes at a time
-        if dv > d:
-            cuda.syncthreads()
+        finish_rows(
+            state, factor, rows, sinks_at, lse_at, batch * heads, queries, part, parts, lane
+        )
+        if split:
+            columns = i32(dv_left >> 1)
+            to = o_out + u64(batch * o_batch) + u64(part * columns * 4)
+            store_part(o, state.alpha, to, (o_head, o_step), rows, queries, columns, lane)
         else:
+            # through this warp's own part of Q's tile, so that memory is written 16 bytes at a time
+            if dv > d:
+                cuda.syncthreads()
+            else:
+                cuda.syncwarp()
+            mine = sq + u32(warp * 16 * max(d_bytes, dv_bytes))
+            stage_rows(o, mine, state.alpha[0], state.alpha[1], lane)
             cuda.syncwarp()
-        mine = sq + u32(warp * 16 * max(d_bytes, dv_bytes))
-        stage_rows(o, mine, state.alpha[0], state.alpha[1], lane)
-        cuda.syncwarp()
-        to = o_out + u64(batch * o_batch + kv_head * group * o_head)
-        store_o(mine, to, o_head, o_step, first + warp * 16, total, dv_left, lane)
+            to = o_out + u64(batch * o_batch + kv_head * group * o_head)
+            store_o(mine, to, o_head, o_step, first + warp * 16, total, dv_left, lane)
 
     own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
     return Source(flash, own, threads, q_size + stages * (k_size + v_size))

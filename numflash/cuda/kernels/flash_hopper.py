@@ -23,6 +23,7 @@ from .hopper_cluster import make_bring, make_meet, make_release, readers
 from .hopper_rows import make_write_rows
 from .hopper_schedule import make_place_in, make_rows_at
 from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
+from .key_parts import make_share
 from .pieces import NEG_INF, Call, State, make_tile_range
 from .score_functions import known, make_tile_list, pointers_of
 from .scores import ScoreOptions, load_slopes
@@ -34,11 +35,11 @@ STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 # sinks, order of the tiles of rows where the host has arranged them, then the functions'
 # strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key
 # sizes: queries, bytes per row of o, query heads, left, right, then the schedule's
-# (`hopper_schedule`): tiles of rows, units
+# (`hopper_schedule`): tiles of rows (of each part of the keys), units; parts
 # factors: scale * log2(e), softcap * log2(e), 2 / softcap
 DIAGONALS, LENGTHS, ORDER = 3, 4, 8
 SIGNATURE = types.void(
-    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 7), types.UniTuple(f32, 3)
+    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
 )
 
 
@@ -89,6 +90,7 @@ def flash_hopper(
     overlap: bool = True,
     ping_pong: bool = False,
     cluster: int = 1,
+    split: bool = False,
     **options: Any,
 ) -> Source:
     """The kernel for head sizes d and dv, multiples of 64.
@@ -97,6 +99,7 @@ def flash_hopper(
     `packed`, a power of two, divides `group` and `block_q`; `options` are those of `ScoreOptions`.
     `cluster` blocks share each tile of keys and values (`hopper_cluster`): 1, or 2 for head sizes that
     are multiples of 128, without a band and a list of tiles, and for an even number of tiles of rows.
+    With `split` each tile of rows is several, of parts of the keys (`key_parts`).
 
     Row r of the problem is query r // packed of head r % packed of those that are packed together.
     """
@@ -122,12 +125,14 @@ def flash_hopper(
     find_tiles, start_of, _, all_seen = make_tile_list(OWN, listed, block_k)
     pack, describe = ptx.pack[dtype], make_describe(packed)
     tile_range = make_tile_range(block_q, block_k, packed, band)
-    rows_at, place_in = make_rows_at(band or listed), make_place_in(cluster)
+    rows_at = make_rows_at((band or listed) and not split)
+    place_in = make_place_in(cluster)
     meet_all = make_meet(cluster)
     emptied, release = make_release(cluster)
     reads = readers(cluster, consumers)
     bring_k, bring_v = (make_bring(cluster, n, k_panel) for n in (d_panels, dv_panels))
-    write_rows = make_write_rows(dv, pack, packed, transform, sinks)
+    write_rows = make_write_rows(dv, pack, packed, transform, sinks, split)
+    share_of = make_share(split)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
 
     @device_function
@@ -229,17 +234,23 @@ def flash_hopper(
 
     @device_function
     def rows_in(turn, call):
-        """First row, first head and batch entry of the block's tile of rows in its turn."""
-        _, _, heads, _, _, row_tiles, _ = call.sizes
+        """First row, first head, batch entry and part of the keys of the block's tile of rows in its
+        turn.
+        """
+        _, _, heads, _, _, row_tiles, _, parts = call.sizes
         rows, unit = rows_at(place_in(turn), call.pointers[ORDER], row_tiles)
+        part = i32(0)
+        if split:
+            tile = i32(ptx.udiv(u32(rows), u32(parts)))
+            rows, part = tile, i32(rows - tile * parts)
         groups = i32(heads // packed)
         batch = i32(ptx.udiv(u32(unit), u32(groups)))
-        return i32(rows * block_q), i32((unit - batch * groups) * packed), batch
+        return i32(rows * block_q), i32((unit - batch * groups) * packed), batch, part
 
     @device_function
     def keys_of(place, call):
         """The tiles of keys that a tile of rows attends to."""
-        first_row, first_head, batch = place
+        first_row, first_head, batch, part = place
         queries, _, _, left, right = call.sizes[:5]
         keys = ptx.load_global_s32(call.pointers[LENGTHS] + u64(batch * 4))
         diagonal = ptx.load_global_s32(call.pointers[DIAGONALS] + u64(batch * 4))
@@ -249,6 +260,7 @@ def flash_hopper(
         listed_at, tile, tiles = find_tiles(
             call.pointers, batch, first_head // packed, first_row // block_q, tile, tiles
         )
+        tile, tiles = share_of(tile, tiles, part, call.sizes[7])
         seen, seen_end = all_seen(listed_at, tile, tiles, low, high) if band else (tile, tiles)
         return Keys(keys, diagonal, listed_at, tile, tiles, seen, seen_end)
 
@@ -257,7 +269,7 @@ def flash_hopper(
         """Loads a tile of Q once the last products with the one before are done."""
         ptx.mbarrier_wait(ring.empty_q, u32((turn & 1) ^ 1))
         ptx.mbarrier_expect(ring.full_q, u32(q_size))
-        first_row, first_head, batch = place
+        first_row, first_head, batch, _ = place
         for h in range(d_panels):
             at, column = ring.rows + u32(h * q_panel), i32(h * PANEL)
             ptx.tma_load_5d(
@@ -306,7 +318,7 @@ def flash_hopper(
     @device_function
     def attend(turn, n, own_row, work, state, ring, call):
         """A consumer's part of a tile of rows."""
-        first_row, first_head, batch = place = rows_in(turn, call)
+        first_row, first_head, batch, _ = place = rows_in(turn, call)
         keys, diagonal, listed_at, tile, tiles, seen, seen_end = keys_of(place, call)
         queries, _, heads, left, right = call.sizes[:5]
         row = i32(first_row + own_row)
@@ -348,8 +360,8 @@ def flash_hopper(
         if overlap and some:
             add_values(work, n - 1, ring)
             values_read(work, n - 1, ring)
-        first_row, first_head, batch = rows_in(ptx.fresh(turn), call)  # in no register until here
-        write_rows(work.o, state, i32(first_row + own_row), first_head, batch, call)
+        place = rows_in(ptx.fresh(turn), call)  # in no register until here
+        write_rows(work.o, state, i32(place[0] + own_row), place, call)
         return n
 
     def flash(pointers, strides, sizes, factors):

@@ -1,4 +1,6 @@
-"""The end of a tile of rows in the 16-bit Hopper kernel: log-sum-exp and output."""
+"""The end of a tile of rows in the 16-bit Hopper kernel: log-sum-exp and output, of all keys or of
+a part of them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from typing import Any
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .hopper_scores import make_describe
+from .key_parts import make_store_part
 from .pieces import NEG_INF, quad_sum
-from .scores import LN2, LOG2E, join_sink
+from .scores import LN2, LOG2E, Rows, join_sink
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 O, LSE, SINKS = 1, 2, 7  # places in the kernel's pointers
+PARTS = 7  # in its sizes
 
 
 @functools.cache
@@ -36,40 +40,49 @@ def make_exchange(words: int, bit: int) -> Any:
     return exchange
 
 
-def make_write_rows(dv: int, pack: Any, packed: int, transform: bool, sinks: bool) -> Any:
-    """write_rows(o, state, row, first_head, batch, call): a thread's two rows to global memory.
+def make_write_rows(
+    dv: int, pack: Any, packed: int, transform: bool, sinks: bool, split: bool
+) -> Any:
+    """write_rows(o, state, row, place, call): a thread's two rows to global memory.
 
     They go from registers: shared memory is free for the next tile's loads.
     """
     describe, columns, n_words = make_describe(packed), dv // 8, dv // 4
     exchange_1, exchange_2 = (make_exchange(n_words, bit) for bit in (1, 2))
+    store_part = make_store_part(columns)
 
     @device_function
-    def close(state, r, query, head, call):
+    def close(state, r, query, head, part, call):
         """The factor of row r's output; its log-sum-exp in units of log2 in `state.m`."""
         m, l, _ = state
         queries = call.sizes[0]
         l[r] = quad_sum(l[r])
         scale = f32(1) if transform else call.factors[0]
         top, share = NEG_INF if l[r] == f32(0) else m[r] * scale, f32(1)
-        if sinks and query < queries:
+        if sinks and query < queries and (not split or part == 0):
             sink = ptx.load_global_f32(call.pointers[SINKS] + u64(head * 4)) * LOG2E
             top, l[r], share = join_sink(top, l[r], sink)
         m[r] = top + ptx.lg2(l[r])
         return f32(0) if l[r] == f32(0) else share * ptx.rcp(l[r])
 
     @device_function
-    def write_rows(o, state, row, first_head, batch, call):
-        queries, row_bytes, heads = call.sizes[:3]
-        lane = i32(cuda.threadIdx.x) & 3
-        query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        words, share = cuda.local.array(n_words, u32), cuda.local.array(2, f32)
-        describe(query, head, row, first_head)
+    def store_lse(state, rows, place, call):
+        _, _, batch, part = place
+        queries, _, heads = call.sizes[:3]
         for r in range(2):
-            share[r] = close(state, r, query[r], head[r], call)
-            if query[r] < queries and lane == 0:
-                at = ((batch * heads + head[r]) * queries + query[r]) * 4
-                ptx.store_global_f32(call.pointers[LSE] + u64(at), state.m[r] * LN2)
+            number = i32((batch * heads + rows.head[r]) * queries + rows.query[r])
+            if split:
+                number = i32(number * call.sizes[PARTS] + part)
+            if rows.query[r] < queries and i32(cuda.threadIdx.x) & 3 == 0:
+                at = call.pointers[LSE] + u64(number) * u64(4)
+                ptx.store_global_f32(at, state.m[r] * LN2)
+
+    @device_function
+    def store_rows(o, share, rows, batch, call):
+        """16 bytes at a time, which the four lanes of a row exchange for."""
+        queries, row_bytes = call.sizes[:2]
+        lane = i32(cuda.threadIdx.x) & 3
+        words = cuda.local.array(n_words, u32)
         for r in range(2):
             for c in range(columns):
                 n = 4 * c + 2 * r
@@ -78,11 +91,30 @@ def make_write_rows(dv: int, pack: Any, packed: int, transform: bool, sinks: boo
         exchange_2(words, lane)
         for r in range(2):
             at = call.pointers[O] + u64(
-                batch * call.strides[0] + head[r] * call.strides[1] + query[r] * call.strides[2]
+                batch * call.strides[0]
+                + rows.head[r] * call.strides[1]
+                + rows.query[r] * call.strides[2]
             )
             for c in range(0, columns, 4):
                 column = i32((c + lane) * 16)
-                if query[r] < queries and column < row_bytes:
+                if rows.query[r] < queries and column < row_bytes:
                     ptx.store_global_v4(at + u64(column), words, r * columns + c)
+
+    @device_function
+    def write_rows(o, state, row, place, call):
+        _, first_head, batch, part = place
+        share = cuda.local.array(2, f32)
+        rows = Rows(cuda.local.array(2, i32), cuda.local.array(2, i32), share)
+        describe(rows.query, rows.head, row, first_head)
+        for r in range(2):
+            share[r] = close(state, r, rows.query[r], rows.head[r], part, call)
+        store_lse(state, rows, place, call)
+        if split:
+            wide = i32(call.sizes[1] >> 1)
+            to = call.pointers[O] + u64(batch * call.strides[0]) + u64(part * wide * 4)
+            steps, lane = call.strides[1:3], i32(cuda.threadIdx.x) & 31
+            store_part(o, share, to, steps, rows, call.sizes[0], wide, lane)
+        else:
+            store_rows(o, share, rows, batch, call)
 
     return write_rows

@@ -87,13 +87,14 @@ def forward_check(case: Case, arch: str, emulated: bool) -> Step:
 
     def kernels() -> set[Key]:
         _, work, floats = plans()
-        return keys_of(work, *on_the_card.launches(floats, arch)[0])
+        return keys_of(work, *on_the_card.launches(floats, on_the_card.Planned(arch))[0])
 
     def run(device: Device) -> Iterator[Row]:
         problem, work, floats = plans()
         emulator = emulators("forward", case, arch) if emulated else None
         row = compared(device, replace(problem, sinks=None), work, emulator)
-        there = compare.on_the_card(problem, on_the_card.solved(floats), work.finish())
+        found, parts = on_the_card.solved(floats)
+        there = compare.on_the_card(problem, found, work.finish(), parts)
         yield row | {"on_the_card": there, "passed": row["passed"] and there["passed"]}
 
     return Step(name, kernels, run)
@@ -229,7 +230,7 @@ def _from_floats(shape: tuple[int, ...], causal: bool, arch: str) -> Step:
 
     def kernels() -> set[Key]:
         floats = floats_of(one_group(shape), "int8", {"is_causal": causal})
-        return keys_of(*on_the_card.launches(floats, arch)[0])
+        return keys_of(*on_the_card.launches(floats, on_the_card.Planned(arch))[0])
 
     def run(device: Device) -> Iterator[Row]:
         floats = floats_of(shape, "int8", {"is_causal": causal})

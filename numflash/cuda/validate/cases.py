@@ -70,6 +70,9 @@ CASES: tuple[Case, ...] = (
         (f"int8 pv int16 D={d}", (1, 2, 1, 130, 200, d), "int8", {"pv": "int16"})
         for d in (64, 128, 256)
     ),
+    # on the card in parts of the keys
+    *((f"{p} few rows", (1, 8, 2, 3, 1500, 64), p, {}) for p in ("float16", "bfloat16")),
+    ("float16 few rows, window", (1, 2, 2, 40, 1500, 64), "float16", {"window": (900, None)}),
     ("float16 one key", (1, 1, 1, 1, 1, 64), "float16", {}),
     *(
         (f"{p} causal D={d}", (1, 2, 1, length, length, d), p, {"is_causal": True})

@@ -109,17 +109,22 @@ def gradients(
     return row | {"passed": all(x <= most for x, most in zip(found, limits, strict=True))}
 
 
-def on_the_card(problem: Problem, there: Sequence[np.ndarray], host: Sequence[np.ndarray]) -> Row:
+def on_the_card(
+    problem: Problem, there: Sequence[np.ndarray], host: Sequence[np.ndarray], parts: int = 1
+) -> Row:
     """Results of arrays on the card beside those of the same arrays in host memory.
 
-    Equal bits, but for sinks, which `host` is without, and for INT8's LSE, float32 there.
+    Equal bits, but for sinks, which `host` is without, for INT8's LSE, float32 there, and for
+    `parts` of the keys, which are rounded before they are put together.
     """
-    if problem.sinks is None and problem.precision != "int8":
+    plain = problem.sinks is None
+    if plain and problem.precision != "int8" and parts == 1:
         return bits(there, host)
-    if problem.sinks is None:
+    if plain and problem.precision == "int8":
         row, limit = bits(there[:1], host[:1]), 0.0
     else:
-        host = apply_sinks(widen(host[0]), host[1], problem.sinks)
+        if problem.sinks is not None:
+            host = apply_sinks(widen(host[0]), host[1], problem.sinks)
         row, limit = {"passed": True}, LIMITS[problem.precision.replace("int8", "float32")]
         row["difference"] = distance(there[0], host[0])
         row["passed"] = row["difference"] <= limit

@@ -153,7 +153,8 @@ def _forward(
     arch: str,
 ) -> Step:
     def kernels() -> set[Key]:
-        return keys_of(*on_the_card.launches(problem_of(precision, options), arch)[0])
+        card = on_the_card.Planned(arch)
+        return keys_of(*on_the_card.launches(problem_of(precision, options), card)[0])
 
     def run(device: Device) -> Iterator[Row]:
         problem = problem_of(precision, options)

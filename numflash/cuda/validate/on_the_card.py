@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...validation import Problem
-from .. import launch
-from ..arrays import quantized
+from .. import launch_split
+from ..arrays import forward
 from ..device.operands import Launch
 from ..device.resident import Card
 
 Results = tuple[np.ndarray, np.ndarray]
+Empty = Callable[[tuple[int, ...], Any], np.ndarray]
 
 
-def launches(
-    problem: Problem, arch: str, empty: Callable[[tuple[int, ...], Any], np.ndarray] = np.zeros
-) -> tuple[list[Launch], Results]:
+class Planned(NamedTuple):
+    """A card that is not there: what would be launched there is known by this."""
+
+    arch: str
+    multiprocessors: int = 132
+
+
+def launches(problem: Problem, card: Any, empty: Empty = np.zeros) -> tuple[list[Launch], Results]:
     """The launches and their results, out and LSE; memory comes from `empty(shape, dtype)`.
 
-    problem : of float arrays, for precision "int8" float16 or float32
+    problem : of float arrays, for precision "int8" float16 or float32;  card : `arrays.forward`
     """
     nb, nh, _, length, _, _, dv = problem.shape
-    results = (
-        empty((nb, nh, length, dv), problem.query.dtype),
-        empty((nb, nh, length), np.float32),
-    )
-    if problem.precision != "int8":
-        return [launch.plan(problem, arch, results)], results
-    scratch = empty((quantized.scratch_bytes(problem, arch),), np.uint8)
-    return quantized.plan(problem, arch, problem.query.dtype.name, results, scratch), results
+    own = problem.query.dtype
+    results = empty((nb, nh, length, dv), own), empty((nb, nh, length), np.float32)
+    return forward.launches(problem, own.name, card, results, empty), results
 
 
 def _there(card: Card, x: np.ndarray) -> np.ndarray:
@@ -50,7 +51,7 @@ def prepared(problem: Problem) -> tuple[Card, Callable[[], None], Results]:
     arrays = {name: getattr(problem, name) for name in names}
     there: dict[str, Any] = {k: _there(card, x) for k, x in arrays.items() if x is not None}
     card.synchronise()
-    steps, results = launches(replace(problem, **there), card.arch, card.zeros)
+    steps, results = launches(replace(problem, **there), card, card.zeros)
 
     def work() -> None:
         for step in steps:
@@ -59,9 +60,10 @@ def prepared(problem: Problem) -> tuple[Card, Callable[[], None], Results]:
     return card, work, results
 
 
-def solved(problem: Problem) -> list[np.ndarray]:
-    """Out and LSE, from the card."""
+def solved(problem: Problem) -> tuple[list[np.ndarray], int]:
+    """Out and LSE, from the card, and in how many parts the keys were attended to."""
     card, work, results = prepared(problem)
     work()
     card.synchronise()
-    return [card.download(x) for x in results]
+    parts = launch_split.parts_of(problem, card.arch, card.multiprocessors)
+    return [card.download(x) for x in results], parts

@@ -1,0 +1,115 @@
+"""Few query rows over many keys on a card: several blocks share the keys of a tile of rows.
+
+One query of 8 heads over 32,768 keys is 8 tiles of rows, one block each; a card has over a hundred
+multiprocessors, and a block reads a hundredth of what memory delivers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from ..tiling import CUDA_PARTS, CUDA_TILES_TO_SPLIT, cuda_tiling, split_count
+from ..validation import Problem
+from .device.operands import (
+    MMA_ROWS,
+    Launch,
+    Parts,
+    band,
+    key_places,
+    mappable,
+    packed_heads,
+    padded,
+    resident_ids,
+    rows_per_block,
+)
+from .launch_float import band_rows, float_forward, hopper_forward, scores_as_they_are
+
+__all__ = ["forward", "parts_of"]
+Empty = Callable[[tuple[int, ...], str], np.ndarray]
+Results = tuple[np.ndarray, np.ndarray]
+RESIDENT = 2  # blocks of a multiprocessor: their tiles of keys are half of its shared memory each
+
+
+def _on_hopper(problem: Problem, arch: str) -> bool:
+    """Whether the rows fill tiles of the kernel for sm_90a, and tensor maps describe the arrays."""
+    _, nh, nkv, length, *_ = problem.shape
+    many = length * (nh // nkv) > MMA_ROWS
+    return arch == "sm_90a" and many and mappable(problem.query, problem.key, problem.value)
+
+
+def parts_of(problem: Problem, arch: str, multiprocessors: int) -> int:
+    """In how many parts the keys of each tile of rows are attended to: 1 where tiles of rows keep
+    the card busy.
+    """
+    if problem.precision not in ("float16", "bfloat16"):
+        return 1
+    nb, nh, nkv, length, _, d, dv = problem.shape
+    if _on_hopper(problem, arch):
+        plain, rows = scores_as_they_are(problem), band_rows(problem)
+        tiling = cuda_tiling(arch, problem.precision, d, dv, plain, rows)
+        packed = packed_heads(nh // nkv)
+        units = -(-length * packed // tiling.block_q) * nh // packed * nb
+        workers = most = multiprocessors
+        most //= 2  # its blocks are a multiprocessor each: a part of fewer keys has to pay
+    else:
+        family = "sm_75" if arch == "sm_75" else "sm_80"
+        tiling = cuda_tiling(family, problem.precision, padded(d), padded(dv))
+        rows = length * nh // nkv
+        units = -(-rows // rows_per_block(tiling, rows)) * nkv * nb
+        workers, most = RESIDENT * multiprocessors, multiprocessors - 1
+    tiles = -(-_seen(problem) // tiling.key_block)
+    if units > most or tiles < CUDA_TILES_TO_SPLIT:
+        return 1
+    return split_count(units, min(tiles // 2, CUDA_PARTS), workers)
+
+
+def _seen(problem: Problem) -> int:
+    """The most keys that the rows of a head see together."""
+    _, left, right = band(problem)
+    _, _, _, length, s, *_ = problem.shape
+    diagonal, keys = (x.astype(np.int64) for x in key_places(problem, s))
+    end = np.minimum(keys, diagonal + length + right)
+    return int(np.max(end - np.maximum(diagonal - left, 0), initial=0))
+
+
+def _memory(problem: Problem, number: int, empty: Empty) -> Parts:
+    nb, nh, _, length, _, _, dv = problem.shape
+    rows = nb, nh, length, number
+    memory = empty((math.prod(rows) * (dv + 1),), "float32")
+    out, lse = np.split(memory, [math.prod(rows) * dv])
+    return Parts(number, out.reshape(*rows, dv), lse.reshape(rows))
+
+
+def _merge(problem: Problem, arch: str, parts: Parts, results: Results) -> Launch:
+    from .kernels.key_parts import merge_parts
+
+    nb, nh, _, length, _, _, dv = problem.shape
+    out, lse = results
+    return Launch(
+        merge_parts,
+        {"dv": padded(dv), "dtype": problem.precision},
+        arch,
+        (length, nh, nb),
+        ((parts.out, parts.lse, out, lse), out.strides[:3], (nh, length, parts.number, dv)),
+        lambda: results,
+        resident_ids(results, parts.out, parts.lse, out, lse),
+        written=results,
+    )
+
+
+def forward(
+    problem: Problem, arch: str, number: int, results: Results, empty: Empty
+) -> list[Launch]:
+    """The launches that solve a float16 or bfloat16 problem on the card, its keys in `number` parts.
+
+    results, empty : out and lse; what makes memory on the card of a shape and dtype
+    """
+    parts = _memory(problem, number, empty)
+    if _on_hopper(problem, arch):
+        attend = hopper_forward(problem, results=results, parts=parts)
+    else:
+        attend = float_forward(problem, arch, results, parts)
+    return [attend, _merge(problem, arch, parts, results)]
