@@ -206,7 +206,7 @@ def test_what_a_validation_needs():
     assert names == {
         "flash_hopper", "flash_float", "flash_int8_hopper", "flash_int8", "flash_float32", "flash_backward",
         "int8_statistics", "int8_quantize", "int8_results",
-        "backward_rows", "backward_hopper", "backward_float32",
+        "merge_parts", "backward_rows", "backward_hopper", "backward_float32",
         "decode_append", "decode_int8", "decode_float", "decode_combine", "decode_rotate",
         "product_rate",
     }  # fmt: skip

@@ -209,7 +209,7 @@ def _hopper_launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.nda
     args: tuple = (
         (maps, out, lse, place[:1], place[1:], *[place] * 4),
         (0, 0, 2 * d, 0, 0, 0, 0),
-        (length, 2 * d, 1, 0, 0, length // 128, 1),
+        (length, 2 * d, 1, 0, 0, length // 128, 1, 1),
         (np.float32(LOG2E / np.sqrt(d)), np.float32(0), np.float32(0)),  # no soft cap
     )
     return Launch(
