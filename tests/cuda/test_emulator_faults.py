@@ -320,3 +320,30 @@ def test_bad_arguments():
         emulate(3, 1, 32, [])
     with pytest.raises(EmulatorError, match="multiples of 32"):
         emulate(text, 1, 40, [])
+
+
+def written_by_blocks(places, ordered):
+    """Each block stores its number; `places` of them share the array's places."""
+
+    def kernel(y, tickets):
+        if cuda.threadIdx.x == 0:
+            if ordered:
+                cuda.atomic.add(tickets, 0, u32(1))
+            y[cuda.blockIdx.x % places] = u32(cuda.blockIdx.x)
+
+    return kernel
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_blocks_that_store_to_one_place(ordered):
+    """Not with an atomic operation before: the last block may add up what the others left."""
+    tickets = np.zeros(1, np.uint32)
+    for grid in (3, 3000):  # in one batch, in several
+        y = np.zeros(grid, np.uint32)
+        emulate(written_by_blocks(grid, ordered), grid, 32, (y, tickets))
+        assert np.array_equal(y, np.arange(grid))
+        if ordered:
+            emulate(written_by_blocks(grid - 1, True), grid, 32, (y, tickets))
+        else:
+            with pytest.raises(EmulatorError, match=r"race.*stored to by several blocks"):
+                emulate(written_by_blocks(grid - 1, False), grid, 32, (y, tickets))

@@ -76,6 +76,7 @@ class Machine(Registers):
         self._warps_cache: tuple[Any, Any] = (None, None)
         self.groups: list[Group] = []
         self.current: Group
+        self.first_block = 0  # blocks that have run before this batch
 
     # ---- instructions, bound once
     def _bind(self) -> tuple[list[int], list[Any], list[Any]]:
@@ -164,6 +165,9 @@ class Machine(Registers):
             per_block = np.zeros(self.blocks, np.uint32)
             per_block[: len(blocks)] = [b[k] for b in blocks]
             self.special["%ctaid." + axis][:] = per_block[self.block_of]
+        self.block_number = 1 + self.first_block + self.block_of
+        self.first_block += len(blocks)
+        self.has_done_atomics = np.zeros(self.blocks, bool)
         self.shared.reset()
         self.copies.reset()
         self.clusters.reset()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from .errors import Fault
+from .writers import Writers
 
 NO_LANE = np.int8(-1)  # written or read by no single lane
 SEVERAL = np.int8(-2)  # read by several lanes of a warp
@@ -29,6 +30,7 @@ class Global:
 
     def __init__(self) -> None:
         self.buffers: list[tuple[int, int, np.ndarray, bool]] = []
+        self.writers = Writers()
         self.next = 0x7000_0000_0000
 
     def add(self, array: np.ndarray) -> int:

@@ -141,6 +141,10 @@ def store(m: Machine, i: Instruction) -> Run:
         space, lanes, data, index = access.resolve(mask, store=True)
         if space == "shared":
             access.note_shared(lanes, index, store=True)
+        elif space == "global":
+            block = m.block_of[lanes]
+            free = m.has_done_atomics[block]
+            m.memory.writers.note(data, index, access.size, m.block_number[lanes], free)
         cells, at = elements(data, index, kind, len(names))
         for k, s in enumerate(sources):
             values = np.broadcast_to(s, m.n)[lanes]
@@ -179,7 +183,9 @@ def atomic(m: Machine, i: Instruction) -> Run:
         raise Fault("unsupported", i.text)
 
     def run(mask: Any) -> None:
-        _, lanes, data, index = access.resolve(mask, store=True)
+        space, lanes, data, index = access.resolve(mask, store=True)
+        if space == "global":
+            m.has_done_atomics[m.block_of[lanes]] = True
         cells, at = elements(data, index, kind, 1)
         values = np.broadcast_to(a, m.n)[lanes]
         for lane, where, value in zip(lanes, at[:, 0], values, strict=True):

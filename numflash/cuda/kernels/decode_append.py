@@ -223,8 +223,10 @@ def decode_append(
         x = cuda.local.array(turns, f32)
         y = cuda.local.array(turns, f32)
         i = i32(cuda.blockIdx.x) * WARPS + warp
-        if i < count:
-            position = length + i
+        position = length + i
+        # of the tokens that share a slot of a ring the last one: blocks run in any order
+        lasting = position < sinks or position >= length + count - ring_slots
+        if i < count and lasting:
             slot = position
             if slot >= sinks:
                 slot = sinks + remainder(position - sinks, ring_slots)
