@@ -179,7 +179,7 @@ def test_products_that_do_not_exist(kind, shape, registers, immediates):
     assert caught.value.kind == kind
 
 
-def tiles(wait_full=True, wait_empty=True, expect=1024, fence=True, written=False, at=0):
+def tiles(wait_full=True, wait_empty=True, expect=1024, more=0, fence=True, written=False, at=0):
     """A producer thread loads two tiles into the same place; 32 consumers read both."""
 
     def kernel(maps, y):
@@ -201,6 +201,8 @@ def tiles(wait_full=True, wait_empty=True, expect=1024, fence=True, written=Fals
             if t == 32:
                 if wait_empty:
                     ptx.mbarrier_wait(empty, u32((k & 1) ^ 1))
+                if more:
+                    ptx.mbarrier_expect_more(full, u32(more))
                 ptx.mbarrier_expect(full, u32(expect))
                 ptx.tma_load_4d(base + u32(at), maps, i32(0), i32(8 * k), i32(0), i32(0), full)
             if t < 32:
@@ -231,9 +233,16 @@ def test_a_tile_of_another_rank():
     )
 
 
-def test_tiles():
+@pytest.mark.parametrize("more", [0, 512])  # announced apart from the arrival
+def test_tiles(more):
     maps, y = tile_arguments()
-    run(tiles(), maps, y, signature=types.void(u64, FLOATS), arch="sm_90a")
+    run(
+        tiles(expect=1024 - more, more=more),
+        maps,
+        y,
+        signature=types.void(u64, FLOATS),
+        arch="sm_90a",
+    )
     assert np.array_equal(y, np.arange(0, 512, 8, dtype=np.float32))
 
 
@@ -243,6 +252,7 @@ def test_tiles():
         ("pending uninitialised race", {"wait_full": False}),
         ("race pending protocol", {"wait_empty": False}),
         ("deadlock", {"expect": 2048}),
+        ("deadlock", {"more": 512}),
         ("protocol", {"fence": False}),  # the copy engine may not know the mbarrier
         ("race", {"written": True}),  # by a thread, without a proxy fence before the copy
         ("misaligned", {"at": 64}),

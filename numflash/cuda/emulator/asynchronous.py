@@ -357,6 +357,10 @@ def mbarrier(m: Machine, i: Instruction) -> Run:
                 block, address = m.clusters.reach(lanes, address)
             expected = values if "expect_tx" in i.modifiers else None
             m.copies.arrive(lanes, block, address, expected)
+        elif what == "expect_tx" and not far:
+            for lane, a, n in zip(lanes, address, values, strict=True):  # type: ignore[arg-type]
+                warp = m.warp[[lane]]
+                m.copies.barrier(int(m.block_of[lane]), int(a), warp).expected += int(n)
         elif what == "init":
             m.shared.index(address, m.block_of[lanes], 8)
             for lane, a, n in zip(lanes, address, values, strict=True):  # type: ignore[arg-type]

@@ -330,6 +330,13 @@ mbarrier_init = op(
 mbarrier_expect = op(
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, [<bar>], <size>;", memory=True, bar=u32, size=u32
 )
+# without an arrival: more bytes of the phase under way
+mbarrier_expect_more = op(
+    "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [<bar>], <size>;",
+    memory=True,
+    bar=u32,
+    size=u32,
+)
 mbarrier_arrive = op("mbarrier.arrive.shared::cta.b64 _, [<bar>];", memory=True, bar=u32)
 mbarrier_wait = op(
     "{\n.reg .pred p;\nwait_%=:\n"

@@ -4,11 +4,11 @@ TMA, wgmma and specialised warps.
 
 Three or four warpgroups of 128 threads. One thread of the first brings tiles of keys and values by
 TMA into a ring of two stages; the others own 64 query rows each and compute with asynchronous
-products. Full and empty mbarriers connect them. With `overlap` the scores of the next tile are
-multiplied while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` they
-issue their products in turns (section 3.1); the blocks of a `cluster` share keys and values. The
-last tile of keys comes first: only it, and the tiles at the edges of a band, which have a loop of
-their own, have code that hides keys.
+products. Full and empty mbarriers connect them; Q counts with its first tile of keys. With `overlap`
+the scores of the next tile are multiplied while the softmax of this one runs (section 3.2 of the
+paper); with `ping_pong` they issue their products in turns (section 3.1); the blocks of a `cluster`
+share keys and values. The last tile of keys comes first: only it, and the tiles at the edges of a
+band, which have a loop of their own, have code that hides keys.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class Ring(NamedTuple):
     rows: Any  # Q
     query: Any  # descriptor of the warpgroup's rows of Q
     tiles: Any  # the ring's first stage: keys, then values
-    full_q: Any  # mbarriers
-    empty_q: Any
-    full: Any  # 16 bytes per stage, keys then values
+    full: Any  # mbarriers, 16 bytes per stage: keys, and a tile of Q with its first; then values
     empty: Any
     emptied: Any  # where this thread arrives for the first stage, of its cluster's `empty`
     sums: Any  # the thread's own 4 bytes
@@ -265,25 +263,35 @@ def flash_hopper(
         return Keys(keys, diagonal, listed_at, tile, tiles, seen, seen_end)
 
     @device_function
-    def bring_q(turn, place, ring, maps):
-        """Loads a tile of Q once the last products with the one before are done."""
-        ptx.mbarrier_wait(ring.empty_q, u32((turn & 1) ^ 1))
-        ptx.mbarrier_expect(ring.full_q, u32(q_size))
-        first_row, first_head, batch, _ = place
+    def bring_q(n, turn, ring, maps, call):
+        """Loads a tile of Q, which counts with the keys of the ring's tile n.
+
+        The last products with the tile of Q before it are done when tile n - 1 is released, which
+        happens ahead of that tile's softmax.
+        """
+        bar = ring.full + u32(n & 1) * u32(16)
+        ptx.mbarrier_wait(ring.empty + u32((n - 1) & 1) * u32(16), u32(((n - 1) >> 1) & 1))
+        ptx.mbarrier_expect(bar, u32(q_size))
+        first_row, first_head, batch, _ = rows_in(ptx.fresh(turn), call)  # in no register until here
         for h in range(d_panels):
             at, column = ring.rows + u32(h * q_panel), i32(h * PANEL)
             ptx.tma_load_5d(
-                at, maps, column, i32(0), first_row // packed, first_head // packed, batch,
-                ring.full_q,
-            )  # fmt: skip
+                at, maps, column, i32(0), first_row // packed, first_head // packed, batch, bar
+            )
 
     @device_function
-    def bring_keys(n, start, place, ring, maps):
-        """Loads keys as the ring's tile n once its stage is empty."""
+    def bring_keys(n, first, start, place, ring, maps):
+        """Loads keys as the ring's tile n once its stage is empty, the `first` ones before Q.
+
+        Their stage is free before the rows are.
+        """
         stage = u32(n & 1)
         bar, at = ring.full + stage * u32(16), ring.tiles + stage * u32(pair)
         ptx.mbarrier_wait(ring.empty + stage * u32(16), u32(((n >> 1) & 1) ^ 1))
-        ptx.mbarrier_expect(bar, u32(k_size))
+        if first:
+            ptx.mbarrier_expect_more(bar, u32(k_size))
+        else:
+            ptx.mbarrier_expect(bar, u32(k_size))
         bring_k(at, maps + u64(128), start, place[1] // group, place[2], bar)
 
     @device_function
@@ -297,22 +305,17 @@ def flash_hopper(
 
     @device_function
     def bring(turn, n, ring, maps, call):
-        """The producer's part of a tile of rows, whose first tile of keys is the ring's tile n.
-
-        Q comes behind the first keys: their stage is free before the rows are.
-        """
+        """The producer's part of a tile of rows, whose first tile of keys is the ring's tile n."""
         place = rows_in(turn, call)
         found = keys_of(place, call)
-        count = i32(found.tiles - found.tile)
-        for k in range(max(count, i32(1))):
-            start = start_of(found.listed_at, found.tiles - 1 - k) if k < count else i32(0)
-            if k < count:
-                bring_keys(n, start, place, ring, maps)
-            if k == 0:
-                bring_q(turn, place, ring, maps)
-            if k < count:
-                bring_values(n, start, place, ring, maps)
-                n += 1
+        first, last = n, i32(found.tiles - 1 + n)
+        while n <= i32(last - found.tile):
+            start = start_of(found.listed_at, last - n)
+            bring_keys(n, n == first, start, place, ring, maps)
+            if n == first:
+                bring_q(n, turn, ring, maps, call)
+            bring_values(n, start, place, ring, maps)
+            n = i32(ptx.fresh(n) + 1)  # a loop whose passes LLVM cannot count stays one
         return n
 
     @device_function
@@ -337,7 +340,6 @@ def flash_hopper(
             keys, left, right,
         )  # fmt: skip
         end = i32(n + tiles - tile)
-        ptx.mbarrier_wait(ring.full_q, u32(turn & 1))
         some = n < end
         # tiles at an edge, then those that all rows see, then tiles at the other edge of a band
         edge_end = i32(max(n + 1, last + 1 - seen_end)) if band else i32(n + 1)
@@ -356,7 +358,6 @@ def flash_hopper(
                 full_step(work, state, n, ring, block, call)
                 n += 1
             edge_end = end
-        ptx.mbarrier_arrive(ring.empty_q)
         if overlap and some:
             add_values(work, n - 1, ring)
             values_read(work, n - 1, ring)
@@ -378,8 +379,6 @@ def flash_hopper(
             descriptor(DESCRIPTOR, rows_at + u32((warpgroup - 1) * 64 * PANEL_BYTES)),
             base + u32(first_tile),
             base,
-            base + u32(8),
-            base + u32(16),
             base + u32(64),
             emptied(base + u32(64)),
             base + u32(sums_at) + u32((thread - 128) * 4),
@@ -387,8 +386,6 @@ def flash_hopper(
             u32(warpgroup % consumers + 1),
         )
         if thread == 0:
-            ptx.mbarrier_init(ring.full_q, u32(1))
-            ptx.mbarrier_init(ring.empty_q, u32(128 * consumers))
             for i in range(2 * STAGES):
                 ptx.mbarrier_init(ring.full + u32(8 * i), u32(1))
                 ptx.mbarrier_init(ring.empty + u32(8 * i), u32(reads))
