@@ -132,6 +132,36 @@ def test_one_block_after_another_tile(blocks, seed):
         np.testing.assert_array_equal(one, other)
 
 
+TURNS = {
+    "lengths": ({"b": 4, "l": 70, "s": 200, "d": 64}, {"key_lengths": np.array([200, 0, 130, 90])}),
+    "causal": ({"b": 2, "l": 250, "s": 140, "d": 128}, {"is_causal": True}),
+    "clusters": ({"b": 3, "l": 130, "s": 400, "d": 128}, {"key_lengths": np.array([400, 0, 70])}),
+    "wide": ({"b": 2, "l": 140, "s": 100, "d": 256}, {"key_lengths": np.array([100, 40])}),
+}
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["lengths", *(pytest.param(x, marks=pytest.mark.slow) for x in TURNS if x != "lengths")]
+)
+def test_first_scores_beside_the_output_before(name, seed):
+    """One block, or cluster, computes all tiles of rows, with keys and without: the same bits."""
+    shape, options = TURNS[name]
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(h=1, **shape, seed=seed))
+    if name == "causal":
+        options = {**options, "alignment": "lower_right"}
+    found = []
+    for every in (False, True):
+        plan = launch_float.hopper_forward(problem_of(q, k, v, **options))
+        assert (plan.cluster == 2) == (name in ("clusters", "wide")) and plan.grid[0] >= 4
+        grid = plan.grid if every else (plan.cluster, 1, 1)
+        out, lse, _ = operands.emulated(dataclasses.replace(plan, grid=grid), seed=seed)
+        compare(out, lse, q, k, v, **options)
+        found.append((out.view(np.uint16), lse.view(np.uint32)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_units_that_share_l2():
     """Of 8 k keys and 128 channels 32 MB hold 8 heads' keys and values; never fewer than one."""
     q = np.zeros((1, 64, 1, 128), np.float16)

@@ -6,9 +6,10 @@ Three or four warpgroups of 128 threads. One thread of the first brings tiles of
 TMA into a ring of two stages; the others own 64 query rows each and compute with asynchronous
 products. Full and empty mbarriers connect them; Q counts with its first tile of keys. With `overlap`
 the scores of the next tile are multiplied while the softmax of this one runs (section 3.2 of the
-paper); with `ping_pong` they issue their products in turns (section 3.1); the blocks of a `cluster`
-share keys and values. The last tile of keys comes first: only it, and the tiles at the edges of a
-band, which have a loop of their own, have code that hides keys.
+paper), and the next tile of rows' first ones while this one's output is written; with `ping_pong`
+they issue their products in turns (section 3.1); the blocks of a `cluster` share keys and values.
+The last tile of keys comes first: only it, and the tiles at the edges of a band, which have a loop
+of their own, have code that hides keys.
 """
 
 from __future__ import annotations
@@ -146,13 +147,15 @@ def flash_hopper(
 
     @device_function
     def begin(work, n, ring):
-        """Waits for the keys of the ring's tile n and issues their scores."""
+        """Waits for the keys of the ring's tile n and issues their scores.
+
+        O may be under way; where it is not, `fence_o` keeps what changes it ahead of the products.
+        """
         stage = u32(n & 1)
         ptx.mbarrier_wait(ring.full + stage * u32(16), u32((n >> 1) & 1))
         if ping_pong:
             ptx.barrier(ring.turn, u32(256))
         fence_s(work.s, 0)
-        fence_o(work.o, 0)
         ptx.wgmma_fence()
         issue_scores(work.s, ring.query, descriptor(DESCRIPTOR, ring.tiles + stage * u32(pair)))
         ptx.wgmma_commit()
@@ -178,56 +181,64 @@ def flash_hopper(
             ptx.barrier_arrive(ring.next, u32(256))
 
     @device_function
+    def scores_read(work, n, ring):
+        """After a wait for the scores of the ring's tile n: the stage of its keys is empty."""
+        fence_s(work.s, 0)
+        release(ring.emptied + u32(n & 1) * u32(16))
+
+    @device_function
     def values_read(work, n, ring):
-        """Waits for O += P . V of the ring's tile n, whose stage is then empty."""
-        wait_none()
+        """After a wait for O += P . V of the ring's tile n: the stage of its values is empty."""
         fence_o(work.o, 0)
         release(ring.emptied + u32(n & 1) * u32(16) + u32(8))
+
+    @device_function
+    def alone(work, n, ring):
+        """The scores of the ring's tile n, with nothing beside them."""
+        fence_o(work.o, 0)
+        begin(work, n, ring)
+        pass_turn(ring)
+        wait_none()
+        scores_read(work, n, ring)
 
     def make_step(edge):
         """step(work, state, n, ring, block, call): the tile of keys that comes as number n.
 
-        Before it `alone`, for a tile with nothing else under way: its scores and softmax.
+        Before it `soften`, its softmax alone.
         """
         soften = make_soften(chosen, dv, block_k, packed, edge)
 
         @device_function
-        def alone(work, state, n, ring, block, call):
-            begin(work, n, ring)
-            pass_turn(ring)
-            wait_none()
-            fence_s(work.s, 0)
-            release(ring.emptied + u32(n & 1) * u32(16))
-            soften(work.s, state, n, block, call)
-
-        @device_function
         def in_order(work, state, n, ring, block, call):
-            alone(work, state, n, ring, block, call)
+            alone(work, n, ring)
+            soften(work.s, state, n, block, call)
             shrink(work.o, state.alpha)
             weights(work.p, work.s)
             add_values(work, n, ring)
+            wait_none()
             values_read(work, n, ring)
 
         @device_function
         def beside(work, state, n, ring, block, call):
             """P . V of the tile before runs beside Q . K^T and the softmax of this one."""
+            fence_o(work.o, 0)
             begin(work, n, ring)
             add_values(work, n - 1, ring)
             pass_turn(ring)
             wait_one()
-            fence_s(work.s, 0)
-            release(ring.emptied + u32(n & 1) * u32(16))
+            scores_read(work, n, ring)
             soften(work.s, state, n, block, call)
             # a store that the wait cannot pass: without it ptxas moves the wait ahead of
             # every exponential
             ptx.store_shared_f32(ring.sums, state.l[0] + state.l[1])
+            wait_none()
             values_read(work, n - 1, ring)
             shrink(work.o, state.alpha)
             weights(work.p, work.s)
 
-        return alone, beside if overlap else in_order
+        return soften, beside if overlap else in_order
 
-    alone, edge_step = make_step(True)
+    soften_edge, edge_step = make_step(True)
     _, full_step = make_step(False)
 
     @device_function
@@ -272,7 +283,9 @@ def flash_hopper(
         bar = ring.full + u32(n & 1) * u32(16)
         ptx.mbarrier_wait(ring.empty + u32((n - 1) & 1) * u32(16), u32(((n - 1) >> 1) & 1))
         ptx.mbarrier_expect(bar, u32(q_size))
-        first_row, first_head, batch, _ = rows_in(ptx.fresh(turn), call)  # in no register until here
+        first_row, first_head, batch, _ = rows_in(
+            ptx.fresh(turn), call
+        )  # in no register until here
         for h in range(d_panels):
             at, column = ring.rows + u32(h * q_panel), i32(h * PANEL)
             ptx.tma_load_5d(
@@ -319,10 +332,53 @@ def flash_hopper(
         return n
 
     @device_function
-    def attend(turn, n, own_row, work, state, ring, call):
-        """A consumer's part of a tile of rows."""
-        first_row, first_head, batch, _ = place = rows_in(turn, call)
-        keys, diagonal, listed_at, tile, tiles, seen, seen_end = keys_of(place, call)
+    def after(turn, call):
+        """Whether the block has another tile of rows after this turn's; its place and keys."""
+        more = place_in(turn + 1) < u32(call.sizes[5] * call.sizes[6])
+        place = rows_in(i32(turn + 1) if more else turn, call)
+        return more, place, keys_of(place, call)
+
+    @device_function
+    def write(turn, own_row, work, state, call):
+        place = rows_in(ptx.fresh(turn), call)  # in no register until here
+        return write_rows(work.o, state, i32(place[0] + own_row), place, call)
+
+    @device_function
+    def finish(turn, n, some, own_row, work, state, ring, call):
+        """The last P . V of a tile of rows, if it has `some` keys, and its output.
+
+        Beside them runs the next tile of rows' first Q . K^T, with the ring's tile n. Returns whether
+        its scores are there, its place and its keys. What is under way when branches meet would make
+        ptxas wait after each product.
+        """
+        begun = False
+        if overlap and some:
+            add_values(work, n - 1, ring)
+            more, place, found = after(turn, call)
+            begun = more and found.tile < found.tiles
+            if begun:
+                begin(work, n, ring)
+                pass_turn(ring)
+                wait_one()
+                values_read(work, n - 1, ring)
+                # a store that the wait cannot pass, as in `beside`
+                ptx.store_shared(ring.sums, write(turn, own_row, work, state, call))
+                wait_none()
+                scores_read(work, n, ring)
+            else:
+                wait_none()
+                values_read(work, n - 1, ring)
+        else:
+            more, place, found = after(turn, call)
+        if not begun:
+            write(turn, own_row, work, state, call)
+        return begun, place, found
+
+    @device_function
+    def attend(turn, n, begun, place, found, own_row, work, state, ring, call):
+        """A consumer's part of a tile of rows, whose first scores are there if they are `begun`."""
+        first_row, first_head, batch, _ = place
+        keys, diagonal, listed_at, tile, tiles, seen, seen_end = found
         queries, _, heads, left, right = call.sizes[:5]
         row = i32(first_row + own_row)
         slope = cuda.local.array(2, f32)
@@ -344,9 +400,11 @@ def flash_hopper(
         # tiles at an edge, then those that all rows see, then tiles at the other edge of a band
         edge_end = i32(max(n + 1, last + 1 - seen_end)) if band else i32(n + 1)
         if overlap and some:
-            # the first tile by itself: with a branch around products that are still under way
-            # ptxas waits after each of them
-            alone(work, state, n, ring, block, call)
+            # with a branch around products that are still under way ptxas waits after each of them:
+            # the first scores are there when the loop begins
+            if not begun:
+                alone(work, n, ring)
+            soften_edge(work.s, state, n, block, call)
             weights(work.p, work.s)
             n += 1
         while n < end:
@@ -358,12 +416,7 @@ def flash_hopper(
                 full_step(work, state, n, ring, block, call)
                 n += 1
             edge_end = end
-        if overlap and some:
-            add_values(work, n - 1, ring)
-            values_read(work, n - 1, ring)
-        place = rows_in(ptx.fresh(turn), call)  # in no register until here
-        write_rows(work.o, state, i32(place[0] + own_row), place, call)
-        return n
+        return n, *finish(turn, n, some, own_row, work, state, ring, call)
 
     def flash(pointers, strides, sizes, factors):
         maps = pointers[0]
@@ -393,7 +446,7 @@ def flash_hopper(
             for i in range(3):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
         meet_all()
-        turn, n = i32(0), i32(0)
+        turn, n, begun = i32(0), i32(0), False
         if warpgroup == 0:
             FEWER()
             if thread == 0:
@@ -411,8 +464,12 @@ def flash_hopper(
             own_row = i32((warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16 + (lane >> 2))
             if ping_pong and warpgroup == consumers:
                 ptx.barrier_arrive(ring.next, u32(256))  # the first turn is warpgroup 1's
+            place = rows_in(turn, call)
+            found = keys_of(place, call)
             while place_in(turn) < tiles_of_rows:
-                n = attend(turn, n, own_row, work, state, ring, call)
+                n, begun, place, found = attend(
+                    turn, n, begun, place, found, own_row, work, state, ring, call
+                )
                 turn += 1
             if ping_pong and warpgroup == 1:
                 ptx.barrier(ring.turn, u32(256))  # what the last arrival is waiting for

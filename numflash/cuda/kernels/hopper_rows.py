@@ -45,7 +45,8 @@ def make_write_rows(
 ) -> Any:
     """write_rows(o, state, row, place, call): a thread's two rows to global memory.
 
-    They go from registers: shared memory is free for the next tile's loads.
+    They go from registers: shared memory is free for the next tile's loads. Returns a number that
+    needs all of the output, for a store that waits for it.
     """
     describe, columns, n_words = make_describe(packed), dv // 8, dv // 4
     exchange_1, exchange_2 = (make_exchange(n_words, bit) for bit in (1, 2))
@@ -99,6 +100,10 @@ def make_write_rows(
                 column = i32((c + lane) * 16)
                 if rows.query[r] < queries and column < row_bytes:
                     ptx.store_global_v4(at + u64(column), words, r * columns + c)
+        mixed = u32(0)
+        for n in range(n_words):
+            mixed ^= words[n]
+        return mixed
 
     @device_function
     def write_rows(o, state, row, place, call):
@@ -114,7 +119,7 @@ def make_write_rows(
             to = call.pointers[O] + u64(batch * call.strides[0]) + u64(part * wide * 4)
             steps, lane = call.strides[1:3], i32(cuda.threadIdx.x) & 31
             store_part(o, share, to, steps, rows, call.sizes[0], wide, lane)
-        else:
-            store_rows(o, share, rows, batch, call)
+            return u32(0)  # a block seldom has another tile of rows
+        return store_rows(o, share, rows, batch, call)
 
     return write_rows
