@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..tiling import KEY_BLOCK, cuda_tiling
+from ..tiling import CUDA_SHARED_KEYS, KEY_BLOCK, cuda_tiling
 from . import launch_backward, launch_backward_hopper
 from .compile import Key, compiled, sass
 
@@ -160,7 +160,8 @@ def kernels(arch: str) -> Iterator[Row]:
         block_k = cuda_tiling(older, "float16", d).key_block
         tile = 2 * WARP_ROWS * d * block_k
         if hopper:
-            for band, cluster in ((False, 1), (False, 2), (True, 1))[:: 2 if d < 128 else 1]:
+            kinds = [(False, 1), (True, 1)] + [(False, 2)] * (d >= CUDA_SHARED_KEYS)
+            for band, cluster in kinds:
                 t = cuda_tiling(arch, "float16", d, d, True, MANY_ROWS if band else 0)
                 pairs = {"overlap": True, "ping_pong": d <= 128, "band": band, "cluster": cluster}
                 kind = ", causal" if band else ", clusters" if cluster > 1 else ""

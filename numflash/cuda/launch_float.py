@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..tiling import Tiling, cuda_tiling
+from ..tiling import CUDA_SHARED_KEYS, Tiling, cuda_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
 from .device.arrangement import Arrangement, band_costs, listed_costs
@@ -269,10 +269,8 @@ def _order(
 def hopper_cluster(d: int, dv: int, row_tiles: int, alone: bool) -> int:
     """Blocks of a cluster, which share keys and values: two for wide heads with an even number of
     tiles of rows, unless a tile of rows has tiles of keys of its own (`alone`).
-
-    The choice is FlashAttention-3's: from 128 channels, full attention.
     """
-    return 1 if alone or row_tiles % 2 or min(d, dv) < 128 else 2
+    return 1 if alone or row_tiles % 2 or min(d, dv) < CUDA_SHARED_KEYS else 2
 
 
 def hopper_forward(

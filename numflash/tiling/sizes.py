@@ -15,6 +15,9 @@ CUDA_HEAD_DIMS = (32, 64, 96, 128, 256)
 SWIZZLED_HEAD_DIMS = (64, 128, 256)
 CUDA_NARROW = 64
 CUDA_FEW_ROWS = 1024  # causal on an H200: 192 rows are slower up to here, equal at 2048 rows
+# channels from which on two blocks of a Hopper card share keys and values (a cluster); at 128, which
+# FlashAttention-3 shares too, blocks by themselves are faster up to 2048 keys on an H200, then equal
+CUDA_SHARED_KEYS = 256
 CUDA_PARTS = 64  # of the keys of a tile of rows, at most: two for each lane of the warps that merge
 CUDA_TILES_TO_SPLIT = 8  # of keys from which on a card splits them: 1 us each, merging takes 3
 CUDA_WIDE = 128  # head sizes beyond have tilings of their own, named "-wide"

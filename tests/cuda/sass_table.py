@@ -82,9 +82,8 @@ def variants(arch):
                     **options,
                 },
             )
-        for d, dtype in itertools.product((128, 256), dtypes):
-            shared = {"dtype": dtype, "ping_pong": d <= 128, "cluster": 2}
-            yield flash_hopper, {**hopper_tile(d, PLAIN), **shared}
+        for dtype in dtypes:
+            yield flash_hopper, {**hopper_tile(256, PLAIN), "dtype": dtype, "cluster": 2}
         for d, dtype, which, band in itertools.product(
             (64, 128), dtypes, ("kv", "q"), (False, True)
         ):

@@ -135,8 +135,8 @@ def test_one_block_after_another_tile(blocks, seed):
 TURNS = {
     "lengths": ({"b": 4, "l": 70, "s": 200, "d": 64}, {"key_lengths": np.array([200, 0, 130, 90])}),
     "causal": ({"b": 2, "l": 250, "s": 140, "d": 128}, {"is_causal": True}),
-    "clusters": ({"b": 3, "l": 130, "s": 400, "d": 128}, {"key_lengths": np.array([400, 0, 70])}),
-    "wide": ({"b": 2, "l": 140, "s": 100, "d": 256}, {"key_lengths": np.array([100, 40])}),
+    "full": ({"b": 3, "l": 130, "s": 400, "d": 128}, {"key_lengths": np.array([400, 0, 70])}),
+    "clusters": ({"b": 3, "l": 140, "s": 100, "d": 256}, {"key_lengths": np.array([100, 0, 40])}),
 }
 
 
@@ -153,7 +153,7 @@ def test_first_scores_beside_the_output_before(name, seed):
     found = []
     for every in (False, True):
         plan = launch_float.hopper_forward(problem_of(q, k, v, **options))
-        assert (plan.cluster == 2) == (name in ("clusters", "wide")) and plan.grid[0] >= 4
+        assert (plan.cluster == 2) == (name == "clusters") and plan.grid[0] >= 4
         grid = plan.grid if every else (plan.cluster, 1, 1)
         out, lse, _ = operands.emulated(dataclasses.replace(plan, grid=grid), seed=seed)
         compare(out, lse, q, k, v, **options)

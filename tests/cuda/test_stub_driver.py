@@ -31,7 +31,7 @@ from numflash.cuda.compile import compiled
 from numflash.cuda.kernels.flash_float import flash_float
 device = current_device()
 kernel = device.kernel(compiled(flash_float, device.arch, "cubin", d=64, dv=64, block_q=64, block_k=64))
-arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0, 0.0]
+arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0, 1] + [0.1, 0.0, 0.0]
 grid = (16, 8, 1)
 best = 1.0
 device.active().__enter__()
@@ -137,7 +137,7 @@ def test_clusters(driver):
 @pytest.mark.slow
 def test_wide_heads_are_launched_in_clusters(driver):
     """Two tiles of rows of two heads, on whole clusters of the stub's multiprocessors."""
-    code = SOLVE.format(d=128).replace("1, 2, 70", "1, 2, 200")
+    code = SOLVE.format(d=256).replace("1, 2, 70", "1, 2, 200")
     done = run(driver, code, "90")
     assert (
         "launch attribute 4 = 2 1 1" in done.stderr and "launch grid 2 1 1 block 384" in done.stderr

@@ -56,10 +56,8 @@ def _hopper(shape: tuple[int, ...], wide: tuple[int, ...]) -> Iterator[Variant]:
         ("128 x 176", "-full", shape[-1], True),
     ):
         yield Variant(f"{tiles} tiles", (*shape[:-1], width), causal, tiling=SQUARE + kind)
-    for shared in (shape, wide):
-        yield Variant(
-            f"{shared[-1]} channels, no clusters", shared, False, constants={"cluster": 1}
-        )
+    yield Variant(f"{shape[-1]} channels, clusters", shape, False, constants={"cluster": 2})
+    yield Variant(f"{wide[-1]} channels, no clusters", wide, False, constants={"cluster": 1})
     for width in (64, 128):
         for causal in (False, True):
             yield Variant(f"{OLDER}, {width} channels", (*shape[:-1], width), causal)
