@@ -81,6 +81,15 @@ def no_compiler(*arguments):
     raise UnsupportedError("no compiler")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_parts_of_the_keys_need_not_have_equal_bits(dtype, monkeypatch):
+    """On the card few rows over many keys are computed in parts, in host memory at once."""
+    case = ("few rows", (1, 2, 1, 1, 600, 64), dtype, {})
+    row = rows_of(attention.forward_check(case, "sm_80", False), Device(), monkeypatch)
+    there = row["on_the_card"]
+    assert row["passed"] and there["passed"] and 0 < there["difference"] < 1e-2
+
+
 def test_a_forward_check_passes_and_fails(monkeypatch):
     """Right results, then a race, and an LSE that is off."""
     case = ("one", (1, 2, 2, 300, 150, 64), "float16", {"is_causal": True})
