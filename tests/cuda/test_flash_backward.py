@@ -74,7 +74,7 @@ def test_head_sizes(d):
             {"is_causal": True},
             marks=slow,
         ),
-        ({"h": 3, "l": 1, "s": 1, "d": 33, "dv": 35}, {}),
+        pytest.param({"h": 3, "l": 1, "s": 1, "d": 33, "dv": 35}, {}, marks=slow),
         pytest.param({"h": 3, "l": 1, "s": 1, "d": 5, "dv": 7}, {}, marks=slow),
         pytest.param({"h": 6, "hkv": 1, "l": 3, "s": 200, "d": 17, "dv": 33}, {}, marks=slow),
         pytest.param(
@@ -301,7 +301,9 @@ def test_what_has_no_kernel_is_refused():
     [
         {"is_causal": True, "alignment": "lower_right"},
         {"window": (3, 1), "key_lengths": np.array([9])},
-        {"attn_mask": np.random.default_rng(1).random((1, 4, 13, 21)) > 0.5},
+        pytest.param(
+            {"attn_mask": np.random.default_rng(1).random((1, 4, 13, 21)) > 0.5}, marks=slow
+        ),
         pytest.param(
             {
                 "attn_mask": np.random.default_rng(1)

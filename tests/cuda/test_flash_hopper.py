@@ -162,7 +162,9 @@ def test_plan_chooses_the_kernel():
     assert kernel(zeros(), "sm_80") == "flash_float"
 
 
-@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"mask": True}])
+@pytest.mark.parametrize(
+    "options", [{"softcap": 2.0}, pytest.param({"mask": True}, marks=pytest.mark.slow)]
+)
 def test_what_the_sm_80_kernel_does_on_hopper(options):
     """Built for sm_90a and run.
 

@@ -117,7 +117,7 @@ def test_saturated_operands():
     same_bits(q, k, v)
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_75", marks=pytest.mark.slow), "sm_80", "sm_90a"])
 def test_all_of_int8(arch):
     """`quantize` never gives -128, a caller's own operands may."""
     rng = np.random.default_rng(0)
@@ -138,9 +138,10 @@ def test_all_of_int8(arch):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        (
+        pytest.param(
             {"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 200, "dv": 256},
             {"is_causal": True, "alignment": "lower_right"},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"b": 1, "h": 1, "l": 70, "s": 300, "d": 64, "dv": 256},

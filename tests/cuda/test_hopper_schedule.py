@@ -113,8 +113,9 @@ def test_the_host_counts_the_tiles_that_the_kernel_visits(options, packed):
                 assert found[b, t] in (1, 2)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("blocks", [1, 2])
 def test_one_block_after_another_tile(blocks, seed):
     """Three tiles of rows, one of which attends to no key: the bits of one block for each."""
     shape = {"b": 1, "h": 1, "l": 300, "s": 300, "d": 128}

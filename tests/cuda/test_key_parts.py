@@ -53,6 +53,7 @@ RANDOM = np.random.default_rng(7)
 SEEN = RANDOM.random((1, 4, 3, 400)) > 0.5
 SEEN[0, 1, 2] = False  # a row that sees nothing
 SEEN[0, :, 1, :300] = False  # nothing in two of three parts
+SINKS = np.array([-3.0, 0.5, 4.0, 60.0], np.float32)
 BIAS = np.where(SEEN, RANDOM.standard_normal(SEEN.shape), -np.inf).astype(np.float32)
 
 
@@ -60,13 +61,16 @@ BIAS = np.where(SEEN, RANDOM.standard_normal(SEEN.shape), -np.inf).astype(np.flo
     "options",
     [
         {},
-        {"attn_mask": SEEN},
+        pytest.param({"attn_mask": SEEN}, marks=slow),
         {"attn_mask": BIAS, "softcap": 5.0, "alibi_slopes": np.array([0.1, 0.2, 0.4, 0.8], "f4")},
-        {"is_causal": True, "alignment": "lower_right", "key_lengths": np.array([313])},
-        {"window": (150, 20), "alignment": "lower_right"},
+        pytest.param(
+            {"is_causal": True, "alignment": "lower_right", "key_lengths": np.array([313])},
+            marks=slow,
+        ),
+        pytest.param({"window": (150, 20), "alignment": "lower_right"}, marks=slow),
         {"window": (150, 20), "shape": {"b": 3}, "key_lengths": np.array([0, 1, 400])},
-        {"sinks": np.array([-3.0, 0.5, 4.0, 60.0], np.float32), "key_lengths": np.array([0])},
-        {"sinks": np.array([-3.0, 0.5, 4.0, 60.0], np.float32), "attn_mask": SEEN},
+        pytest.param({"sinks": SINKS, "key_lengths": np.array([0])}, marks=slow),
+        {"sinks": SINKS, "attn_mask": SEEN},
     ],
 )
 def test_options(options):
@@ -84,7 +88,7 @@ def test_any_number_of_parts(number):
     [
         ({"d": 40, "dv": 72, "h": 6, "hkv": 2, "l": 11}, "bfloat16", "sm_80"),
         ({"d": 64, "b": 2, "h": 5, "hkv": 5, "l": 19}, "float16", "sm_75"),
-        ({"d": 64, "h": 8, "hkv": 1, "l": 17, "s": 700}, "float16", "sm_90a"),
+        pytest.param({"h": 8, "hkv": 1, "l": 17, "s": 700}, "float16", "sm_90a", marks=slow),
         pytest.param({"d": 128, "h": 6, "hkv": 2, "l": 33}, "bfloat16", "sm_90a", marks=slow),
         pytest.param({"d": 256, "h": 2, "hkv": 1, "l": 1}, "bfloat16", "sm_80", marks=slow),
         pytest.param({"d": 96, "h": 2, "hkv": 2, "l": 65}, "float16", "sm_80", marks=slow),

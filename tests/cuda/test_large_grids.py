@@ -56,12 +56,14 @@ def test_int8(arch):
     int8_checks.same_bits(q, k, v, arch=arch, is_causal=True)
 
 
+@slow
 def test_int8_of_floats():
     """Statistics, quantise, results."""
     problem = test_quantized.problem_of(*qkv(l=30, s=140))
     test_quantized.same_bits(problem, "sm_80")
 
 
+@slow
 def test_gradients():
     backward_checks.check({"b": 3, "h": 2, "l": 70, "s": 70, "d": 32}, is_causal=True)
 

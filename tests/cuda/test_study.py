@@ -142,7 +142,7 @@ def exact(q, k, v, causal):
 # heads, key heads, L, S, D, causal, blocks that share a head's tiles
 SPECIALISED = [
     pytest.param((1, 1, 1, 1, 64, True, None), marks=pytest.mark.slow),
-    (2, 1, 130, 200, 64, False, 2),
+    pytest.param((2, 1, 130, 200, 64, False, 2), marks=pytest.mark.slow),
     pytest.param((4, 2, 257, 257, 64, True, 2), marks=pytest.mark.slow),
     pytest.param((1, 1, 300, 70, 64, True, 1), marks=pytest.mark.slow),
     pytest.param((1, 1, 70, 300, 128, False, 1), marks=pytest.mark.slow),
