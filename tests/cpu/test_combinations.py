@@ -139,7 +139,7 @@ def test_any_three_settings_meet_every_day():
         assert every == {x for row in part for x in itertools.combinations(row.items(), 3)}
 
 
-@pytest.mark.parametrize(("isa", "pv"), [*INT8, *of_today(OTHERS, 2)])
+@pytest.mark.parametrize(("isa", "pv"), [*INT8, *of_today(OTHERS, 4)])
 def test_int8_by_pairs(isa, pv):
     for row in pairs():
         int8_holds(isa, pv, row)

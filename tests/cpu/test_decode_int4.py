@@ -90,7 +90,10 @@ def test_storage_is_the_quantisation():
     assert KVCache(1, 1, 128, 700, "int4").nbytes == KVCache(1, 1, 128, 700).nbytes * 136 // 264
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "isa",
+    [pytest.param(isa, marks=[] if isa == ISAS[0] else pytest.mark.slow) for isa in ISAS],
+)
 def test_the_query_has_eight_bits(isa):
     """A query of 0 to 127 steps that rotating leaves as it is: scores are whole, as they are added up."""
     d = 3  # the largest power of two that divides it is 1: nothing is rotated

@@ -162,7 +162,7 @@ def test_more_values_of_keys_than_are_kept():
     check(found, oracle(query, KEY, VALUE, score_mod, None), CLOSE["float32"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_one_head_alone_is_spoiled_or_huge(dtype):
     """What one query head meets in a whole block, where one call serves all heads."""
     heads, key = 4 * H, KEY.copy()
@@ -195,7 +195,10 @@ def test_one_head_alone_is_spoiled_or_huge(dtype):
         np.testing.assert_array_equal(out[1, others], hidden[1, others])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bfloat16", "int4"))],
+)
 def test_bits_do_not_depend_on_how_rows_are_called(dtype):
     """One call for all heads of a whole block, or row by row with a mask of the new token."""
     heads, held = 4 * H, 150
