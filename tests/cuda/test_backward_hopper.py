@@ -56,7 +56,8 @@ def test_bands_of_grouped_heads(d, l, s, options):
     )
 
 
-@pytest.mark.parametrize("d", [64, WIDE])
+@slow
+@pytest.mark.parametrize("d", [64, 128])
 def test_what_lies_beyond_the_keys_is_not_read(d):
     """Keys and values that are NaN there, and results that are all written."""
     lengths = np.array([70, 0, 230])
