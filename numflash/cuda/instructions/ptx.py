@@ -157,6 +157,9 @@ load_shared_f32_v2 = op(
 store_shared_v4 = op(
     "st.shared.v4.b32 [<address>], <s>;", memory=True, address=u32, s=Fragment(4, u32)
 )
+store_shared_v2 = op(
+    "st.shared.v2.b32 [<address>], <s>;", memory=True, address=u32, s=Fragment(2, u32)
+)
 store_shared_f32 = op("st.shared.f32 [<address>], <s>;", memory=True, address=u32, s=f32)
 store_shared = op("st.shared.b32 [<address>], <s>;", memory=True, address=u32, s=u32)
 store_shared_u8 = op(

@@ -147,7 +147,8 @@ def merge_parts(dv: int, dtype: str) -> Source:
         lse = find_shares(share, lse_parts + u64(first) * u64(4), parts, lane)
         if thread == 0:
             ptx.store_global_f32(lse_out + u64(row) * u64(4), lse)
-        words, sums = cuda.local.array(n_words, u32), cuda.local.array(n_sums, f32)
+        words, two = cuda.local.array(n_words, u32), cuda.local.array(2, u32)
+        sums = cuda.local.array(n_sums, f32)
         for t in range(TURNS):
             if WARPS * t < parts:
                 part = min(i32(warp + WARPS * t), i32(parts - 1))
@@ -167,9 +168,9 @@ def merge_parts(dv: int, dtype: str) -> Source:
         for n in range(pairs):
             column = i32(2 * lane + 64 * n)
             for e in range(2):
-                if column < columns:
-                    at_sum = sums_at + u32(4 * (warp * dv + column + e))
-                    ptx.store_shared_f32(at_sum, sums[2 * n + e])
+                two[e] = ptx.bits(sums[2 * n + e])
+            if column < columns:
+                ptx.store_shared_v2(sums_at + u32(4 * (warp * dv + column)), two, 0)
         cuda.syncthreads()
         if 2 * thread < columns:
             for e in range(2):
