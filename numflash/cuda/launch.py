@@ -14,7 +14,8 @@ from .launch_int8 import int8_forward
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
     """The kernel launch that solves a problem on an architecture.
 
-    `results` (out, lse) say that its arrays are on the card.
+    `results` (out, lse) say that its arrays are on the card. There `arrays.forward` asks first
+    whether several blocks share the keys.
 
     On sm_90a wgmma kernels take INT8 and 16-bit problems. To the sm_80 kernels, built for sm_90a,
     go INT8 with float values; broadcast operands on the card, which tensor maps do not describe;

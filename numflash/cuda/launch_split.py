@@ -11,7 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..tiling import CUDA_PARTS, CUDA_TILES_TO_SPLIT, cuda_tiling, split_count
+from ..tiling import (
+    CUDA_PARTS,
+    CUDA_RESIDENT,
+    CUDA_TILES_TO_SPLIT,
+    Tiling,
+    cuda_tiling,
+    split_count,
+)
 from ..validation import Problem
 from .device.operands import (
     MMA_ROWS,
@@ -30,9 +37,6 @@ from .launch_float import band_rows, float_forward, hopper_forward, scores_as_th
 __all__ = ["forward", "parts_of"]
 Empty = Callable[[tuple[int, ...], str], np.ndarray]
 Results = tuple[np.ndarray, np.ndarray]
-RESIDENT = (
-    3  # blocks of a multiprocessor that pay (measured on an H200; with 4 some wait for others)
-)
 
 
 def _on_hopper(problem: Problem, arch: str) -> bool:
@@ -42,30 +46,36 @@ def _on_hopper(problem: Problem, arch: str) -> bool:
     return arch == "sm_90a" and many and mappable(problem.query, problem.key, problem.value)
 
 
+def _tiles_of_rows(problem: Problem, arch: str) -> tuple[int, Tiling]:
+    """How many tiles of rows there are, and the sizes of one."""
+    nb, nh, nkv, length, _, d, dv = problem.shape
+    if _on_hopper(problem, arch):
+        plain, packed = scores_as_they_are(problem), packed_heads(nh // nkv)
+        tiling = cuda_tiling(arch, problem.precision, d, dv, plain, band_rows(problem))
+        return -(-length * packed // tiling.block_q) * (nh // packed) * nb, tiling
+    family = "sm_75" if arch == "sm_75" else "sm_80"
+    tiling = cuda_tiling(family, problem.precision, padded(d), padded(dv))
+    rows = length * (nh // nkv)
+    return -(-rows // rows_per_block(tiling, rows)) * nkv * nb, tiling
+
+
 def parts_of(problem: Problem, arch: str, multiprocessors: int) -> int:
     """In how many parts the keys of each tile of rows are attended to: 1 where tiles of rows keep
     the card busy.
+
+    A block of the kernel for sm_90a takes a whole multiprocessor, and computes while it loads: only
+    where half of the card has nothing to do are its keys split.
     """
     if problem.precision not in ("float16", "bfloat16"):
         return 1
-    nb, nh, nkv, length, _, d, dv = problem.shape
+    row_tiles, tiling = _tiles_of_rows(problem, arch)
+    resident, busy = CUDA_RESIDENT, multiprocessors
     if _on_hopper(problem, arch):
-        plain, rows = scores_as_they_are(problem), band_rows(problem)
-        tiling = cuda_tiling(arch, problem.precision, d, dv, plain, rows)
-        packed = packed_heads(nh // nkv)
-        units = -(-length * packed // tiling.block_q) * nh // packed * nb
-        workers = most = multiprocessors
-        most //= 2  # its blocks are a multiprocessor each: a part of fewer keys has to pay
-    else:
-        family = "sm_75" if arch == "sm_75" else "sm_80"
-        tiling = cuda_tiling(family, problem.precision, padded(d), padded(dv))
-        rows = length * nh // nkv
-        units = -(-rows // rows_per_block(tiling, rows)) * nkv * nb
-        workers, most = RESIDENT * multiprocessors, multiprocessors - 1
-    tiles = -(-_seen(problem) // tiling.key_block)
-    if units > most or tiles < CUDA_TILES_TO_SPLIT:
+        resident, busy = 1, multiprocessors // 2 + 1
+    key_tiles = -(-_seen(problem) // tiling.key_block)
+    if row_tiles >= busy or key_tiles < CUDA_TILES_TO_SPLIT:
         return 1
-    return split_count(units, min(tiles // 2, CUDA_PARTS), workers)
+    return split_count(row_tiles, min(key_tiles // 2, CUDA_PARTS), resident * multiprocessors)
 
 
 def _seen(problem: Problem) -> int:

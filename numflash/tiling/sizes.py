@@ -15,11 +15,13 @@ CUDA_HEAD_DIMS = (32, 64, 96, 128, 256)
 SWIZZLED_HEAD_DIMS = (64, 128, 256)
 CUDA_NARROW = 64
 CUDA_FEW_ROWS = 1024  # causal on an H200: 192 rows are slower up to here, equal at 2048 rows
-# channels from which on two blocks of a Hopper card share keys and values (a cluster); at 128, which
-# FlashAttention-3 shares too, blocks by themselves are faster up to 2048 keys on an H200, then equal
+# channels from which on two blocks of a Hopper card share keys and values (a cluster). At 128, where
+# FlashAttention-3 does so too, blocks by themselves are as fast or faster (H200, 256 to 8192 keys)
 CUDA_SHARED_KEYS = 256
-CUDA_PARTS = 64  # of the keys of a tile of rows, at most: two for each lane of the warps that merge
-CUDA_TILES_TO_SPLIT = 8  # of keys from which on a card splits them: 1 us each, merging takes 3
+# few query rows over many keys: several blocks share the keys of a tile of rows (`cuda.launch_split`)
+CUDA_PARTS = 64  # at most: a warp that merges them holds the log-sum-exps of two in each lane
+CUDA_TILES_TO_SPLIT = 8  # fewer tiles of keys are not split: one takes 1 us, merging parts takes 3
+CUDA_RESIDENT = 3  # blocks that a multiprocessor is given; with 4 some wait for others (an H200)
 CUDA_WIDE = 128  # head sizes beyond have tilings of their own, named "-wide"
 # shared memory that one block may have (CUDA C++ guide, table of technical specifications: 1 KB of
 # each SM is the system's)

@@ -10,10 +10,12 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from combinations import in_memory
 from float_checks import DTYPES, compare, problem_of
 
+import numflash
 from numflash.cuda import launch_split
 from numflash.cuda.arrays import forward
 from numflash.cuda.device import operands
 from numflash.cuda.validate.on_the_card import Planned
+from numflash.flex.attention import with_functions
 
 slow = pytest.mark.slow
 
@@ -144,3 +146,36 @@ def test_a_card_splits_the_keys_of_few_rows():
         problem = problem_of(q, k[:, :, :s], v[:, :, :s])
         steps = forward.launches(problem, "float16", Planned("sm_90a"), results, np.zeros)
         assert [x.factory.__name__ for x in steps] == names
+
+
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=slow)])
+def test_functions_and_block_masks(arch):
+    """The listed tiles of keys are shared out as all tiles are; some parts have none."""
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=2, h=4, hkv=2, l=40, s=700, d=64))
+    score = lambda x, b, h, i, j: x + 0.01 * (j - i) + 0.5 * h  # noqa: E731
+    seen = lambda b, h, i, j: ((j >= 520 + i) & (j < 650)) | (j < 20 * b)  # noqa: E731
+    mask = numflash.create_block_mask(seen, 2, None, 40, 700, BLOCK_SIZE=16)
+    problem = with_functions(problem_of(q, k, v), score, mask, "cuda-emulator")
+    out, lse, steps = attend(problem, 5, arch)
+    assert steps[0].constants["listed"] and steps[0].constants["split"]
+    scores = (q.astype(float) @ np.repeat(k, 2, 1).swapaxes(2, 3).astype(float)) / 8
+    b, h, i, j = np.ogrid[:2, :4, :40, :700]
+    scores = np.where(seen(b, h, i, j), score(scores, b, h, i, j), -np.inf)
+    total = np.exp(scores).sum(-1, keepdims=True)
+    expected = np.exp(scores) / total @ np.repeat(v, 2, 1).astype(float)
+    assert np.allclose(out, expected, atol=4e-3) and np.allclose(
+        lse, np.log(total)[..., 0], atol=1e-4
+    )
+
+
+def test_a_part_that_a_row_does_not_see_stays_out():
+    """What is not finite among keys that a mask hides is in no part that the row sees."""
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=2, l=2, s=400, d=64))
+    seen = np.arange(400) < 192  # the first of two parts: six tiles of 64 keys, then the last one
+    hidden = v.copy()
+    hidden[..., 300, 7] = np.nan
+    found = [
+        attend(problem_of(q, k, x, attn_mask=seen[None, None, None]), 2)[:2] for x in (v, hidden)
+    ]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -116,7 +116,7 @@ def _forward(
 
     def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
         made.append((1, shape, dtype))
-        return _representing(made, len(FORWARD))[-1]
+        return representing(len(FORWARD) + len(made), shape, dtype)
 
     out = empty((b, length, h, dv) if turned else (b, h, length, dv), own)
     lse = empty((b, h, length), "float32")

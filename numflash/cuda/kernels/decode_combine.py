@@ -14,6 +14,7 @@ from ..instructions import ptx
 from .decode_pieces import THREADS, WARPS, divided
 from .decode_rotate import LANES, make_turn_row
 from .int8_softmax import power
+from .pieces import warp_max
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 AHEAD = 16  # partial outputs that are on their way together
@@ -28,8 +29,7 @@ SIGNATURE = types.void(types.UniTuple(u64, 6), types.UniTuple(i32, 3))
 @device_function
 def block_max(x, at, thread):
     """The largest of all threads; `at` has a float32 for each warp."""
-    for n in range(5):
-        x = ptx.fmax(x, ptx.shuffle_xor(x, u32(1 << n)))
+    x = warp_max(x)
     if thread & 31 == 0:
         ptx.store_shared_f32(at + u32(4 * (thread >> 5)), x)
     cuda.syncthreads()

@@ -308,7 +308,9 @@ def flash_float(
         if split:
             columns = i32(dv_left >> 1)
             to = o_out + u64(batch * o_batch) + u64(part * columns * 4)
-            store_part(o, state.alpha, to, (o_head, o_step), rows, queries, columns, lane)
+            store_part(
+                o, state.alpha, to, (o_head, o_step), rows.query, rows.head, queries, columns, lane
+            )
         else:
             # through this warp's own part of Q's tile, so that memory is written 16 bytes at a time
             if dv > d:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from ...tiling import tiling
 from ..compile import Source
-from ..compile.target import cuda, device_function, types
+from ..compile.target import cuda, types
 from ..instructions import ptx
-from .pieces import NEG_INF, make_find_block
+from .pieces import NEG_INF, make_find_block, warp_sum
 from .score_functions import BATCHES, known, make_root, pointers_of
 from .scores import LN2, LOG2E, add_bias, join_sink, tanh_accurate
 
@@ -27,13 +27,6 @@ OWN = 11  # pointers before those of the functions
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2)
 )
-
-
-@device_function
-def warp_sum(x):
-    for n in range(5):
-        x += ptx.shuffle_xor(x, u32(1 << n))
-    return x
 
 
 def flash_float32(

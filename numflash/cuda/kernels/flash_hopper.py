@@ -21,7 +21,7 @@ from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, make_issue_scores
 from .hopper_cluster import make_bring, make_meet, make_release, readers
-from .hopper_rows import make_write_rows
+from .hopper_rows import PARTS, make_write_rows
 from .hopper_schedule import make_place_in, make_rows_at
 from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
 from .key_parts import make_share
@@ -271,7 +271,7 @@ def flash_hopper(
         listed_at, tile, tiles = find_tiles(
             call.pointers, batch, first_head // packed, first_row // block_q, tile, tiles
         )
-        tile, tiles = share_of(tile, tiles, part, call.sizes[7])
+        tile, tiles = share_of(tile, tiles, part, call.sizes[PARTS])
         seen, seen_end = all_seen(listed_at, tile, tiles, low, high) if band else (tile, tiles)
         return Keys(keys, diagonal, listed_at, tile, tiles, seen, seen_end)
 
@@ -285,9 +285,8 @@ def flash_hopper(
         bar = ring.full + u32(n & 1) * u32(16)
         ptx.mbarrier_wait(ring.empty + u32((n - 1) & 1) * u32(16), u32(((n - 1) >> 1) & 1))
         ptx.mbarrier_expect(bar, u32(q_size))
-        first_row, first_head, batch, _ = rows_in(
-            ptx.fresh(turn), call
-        )  # in no register until here
+        place = rows_in(ptx.fresh(turn), call)  # in no register until here
+        first_row, first_head, batch, _ = place
         for h in range(d_panels):
             at, column = ring.rows + u32(h * q_panel), i32(h * PANEL)
             ptx.tma_load_5d(

@@ -12,7 +12,7 @@ from ..instructions import ptx
 from .hopper_scores import make_describe
 from .key_parts import make_store_part
 from .pieces import NEG_INF, quad_sum
-from .scores import LN2, LOG2E, Rows, join_sink
+from .scores import LN2, LOG2E, join_sink
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 O, LSE, SINKS = 1, 2, 7  # places in the kernel's pointers
@@ -67,19 +67,19 @@ def make_write_rows(
         return f32(0) if l[r] == f32(0) else share * ptx.rcp(l[r])
 
     @device_function
-    def store_lse(state, rows, place, call):
+    def store_lse(state, query, head, place, call):
         _, _, batch, part = place
         queries, _, heads = call.sizes[:3]
         for r in range(2):
-            number = i32((batch * heads + rows.head[r]) * queries + rows.query[r])
+            number = i32((batch * heads + head[r]) * queries + query[r])
             if split:
                 number = i32(number * call.sizes[PARTS] + part)
-            if rows.query[r] < queries and i32(cuda.threadIdx.x) & 3 == 0:
+            if query[r] < queries and i32(cuda.threadIdx.x) & 3 == 0:
                 at = call.pointers[LSE] + u64(number) * u64(4)
                 ptx.store_global_f32(at, state.m[r] * LN2)
 
     @device_function
-    def store_rows(o, share, rows, batch, call):
+    def store_rows(o, share, query, head, batch, call):
         """16 bytes at a time, which the four lanes of a row exchange for."""
         queries, row_bytes = call.sizes[:2]
         lane = i32(cuda.threadIdx.x) & 3
@@ -92,13 +92,11 @@ def make_write_rows(
         exchange_2(words, lane)
         for r in range(2):
             at = call.pointers[O] + u64(
-                batch * call.strides[0]
-                + rows.head[r] * call.strides[1]
-                + rows.query[r] * call.strides[2]
+                batch * call.strides[0] + head[r] * call.strides[1] + query[r] * call.strides[2]
             )
             for c in range(0, columns, 4):
                 column = i32((c + lane) * 16)
-                if rows.query[r] < queries and column < row_bytes:
+                if query[r] < queries and column < row_bytes:
                     ptx.store_global_v4(at + u64(column), words, r * columns + c)
         mixed = u32(0)
         for n in range(n_words):
@@ -108,18 +106,18 @@ def make_write_rows(
     @device_function
     def write_rows(o, state, row, place, call):
         _, first_head, batch, part = place
+        query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
         share = cuda.local.array(2, f32)
-        rows = Rows(cuda.local.array(2, i32), cuda.local.array(2, i32), share)
-        describe(rows.query, rows.head, row, first_head)
+        describe(query, head, row, first_head)
         for r in range(2):
-            share[r] = close(state, r, rows.query[r], rows.head[r], part, call)
-        store_lse(state, rows, place, call)
+            share[r] = close(state, r, query[r], head[r], part, call)
+        store_lse(state, query, head, place, call)
         if split:
             wide = i32(call.sizes[1] >> 1)
             to = call.pointers[O] + u64(batch * call.strides[0]) + u64(part * wide * 4)
             steps, lane = call.strides[1:3], i32(cuda.threadIdx.x) & 31
-            store_part(o, share, to, steps, rows, call.sizes[0], wide, lane)
+            store_part(o, share, to, steps, query, head, call.sizes[0], wide, lane)
             return u32(0)  # a block seldom has another tile of rows
-        return store_rows(o, share, rows, batch, call)
+        return store_rows(o, share, query, head, batch, call)
 
     return write_rows

@@ -15,7 +15,7 @@ from ...tiling import CUDA_PARTS
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import NEG_INF, make_find_block
+from .pieces import NEG_INF, make_find_block, warp_max, warp_sum
 from .scores import LN2, LOG2E
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -70,40 +70,26 @@ def make_share(split: bool) -> Any:
 
 @functools.cache
 def make_store_part(value_tiles: int) -> Any:
-    """store_part(o, share, to, steps, rows, queries, columns, lane): a thread's two rows of a part's
-    output.
+    """store_part(o, share, to, steps, query, head, queries, columns, lane): a thread's two rows of a
+    part's output.
 
     o : accumulators, times `share` of each row;  to : where the part of the first row of the first
         head lies;  steps : bytes from head to head and from query to query
     """
 
     @device_function
-    def store_part(o, share, to, steps, rows, queries, columns, lane):
+    def store_part(o, share, to, steps, query, head, queries, columns, lane):
         pair = cuda.local.array(2, u32)
         for r in range(2):
-            at = to + u64(rows.head[r]) * u64(steps[0]) + u64(rows.query[r]) * u64(steps[1])
+            at = to + u64(head[r]) * u64(steps[0]) + u64(query[r]) * u64(steps[1])
             for n in range(value_tiles):
                 column = i32(8 * n + 2 * (lane & 3))
-                if rows.query[r] < queries and column < columns:
+                if query[r] < queries and column < columns:
                     for e in range(2):
                         pair[e] = ptx.bits(o[4 * n + 2 * r + e] * share[r])
                     ptx.store_global_v2(at + u64(4 * column), pair, 0)
 
     return store_part
-
-
-@device_function
-def warp_max(x):
-    for n in range(5):
-        x = ptx.fmax(x, ptx.shuffle_xor(x, u32(1 << n)))
-    return x
-
-
-@device_function
-def warp_sum(x):
-    for n in range(5):
-        x = x + ptx.shuffle_xor(x, u32(1 << n))
-    return x
 
 
 @device_function

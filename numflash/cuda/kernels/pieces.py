@@ -306,6 +306,20 @@ def quad_sum(x):
     return x + ptx.shuffle_xor(x, u32(2))
 
 
+@device_function
+def warp_max(x):
+    for n in range(5):
+        x = ptx.fmax(x, ptx.shuffle_xor(x, u32(1 << n)))
+    return x
+
+
+@device_function
+def warp_sum(x):
+    for n in range(5):
+        x += ptx.shuffle_xor(x, u32(1 << n))
+    return x
+
+
 @functools.cache
 def make_softmax(key_tiles: int):
     """One step of the online softmax on a fragment of scores.
