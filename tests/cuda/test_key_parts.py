@@ -85,6 +85,14 @@ def test_any_number_of_parts(number):
     check(number, shape={"s": 1100, "l": 1})
 
 
+def test_parts_that_outweigh_the_others():
+    """By more than float32 holds: shares refer to the largest LSE of all 64 parts."""
+    for heavy in (slice(5), slice(-5, None)):
+        bias = np.zeros((1, 1, 1, 1100), np.float32)
+        bias[..., heavy] = 300
+        check(64, shape={"s": 1100, "l": 1}, attn_mask=bias)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "arch"),
     [
