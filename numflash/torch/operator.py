@@ -23,6 +23,7 @@ from ..interop.arrays import Memory
 from ..jit import threads
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..validation.options import IMPLS, Options
+from .batching import one_call
 
 OPTIONS = {
     "attn_mask": "Tensor?",
@@ -366,11 +367,19 @@ def no_second_derivatives(ctx: Any, *grads: Any) -> tuple:
 
 attention_operator.register_autograd(_gradients, setup_context=_save)
 attention_backward_operator.register_autograd(no_second_derivatives)
+attention_operator.register_vmap(one_call(attention_operator, 3, [*OPTIONS]))
+attention_backward_operator.register_vmap(one_call(attention_backward_operator, 6, [*OPTIONS]))
 
 
 def _is_direct(x: Any) -> bool:
-    """Whether PyTorch's dispatch would hand x on as it is: no subclass, no lazy negation."""
-    return type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg()
+    """Whether PyTorch's dispatch would hand x on as it is: no subclass, no lazy negation, no batch of
+    `torch.autograd.grad(is_grads_batched=True)`.
+    """
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not x.is_neg()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+    )
 
 
 class _Attention(torch.autograd.Function):

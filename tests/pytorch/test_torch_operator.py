@@ -98,6 +98,7 @@ def test_opcheck_of_the_forward_pass(options, dtype):
     )
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own, from PyTorch 2.15 on
 @pytest.mark.parametrize(
     "options",
     [{}, {"attn_mask": BIAS, "softcap": 2.0}, {"left": 2, "key_lengths": torch.tensor([7, 3])}],
