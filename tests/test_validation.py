@@ -107,6 +107,7 @@ BAD = [
     ("alibi_slopes", {"alibi_slopes": np.ones(4, complex)}, ArgumentTypeError),
     ("sinks", {"sinks": np.ones((2, 4))}, ArgumentError),
     ("sinks", {"sinks": np.array([0, np.inf, 0, 0])}, ArgumentError),
+    ("sinks", {"sinks": np.array([0, np.inf, 0, 0], np.float16)}, ArgumentError),
     ("precision", {"precision": "int4"}, ArgumentError),
     ("precision", {"precision": np.float32}, ArgumentError),
     ("pv", {"pv": "int8"}, ArgumentError),
@@ -396,7 +397,11 @@ class TestProblem:
 
     def test_alibi_per_head_or_per_batch_and_head(self):
         slopes = np.arange(4)
-        for given in (slopes, np.stack([slopes, slopes])):
+        for given in (
+            slopes,
+            np.stack([slopes, slopes]),
+            *(slopes.astype(dtype) for dtype in (np.uint16, np.float16, ">f8")),
+        ):
             p = validation.problem(Q, K, V, Options(alibi_slopes=given))
             assert (
                 p.alibi_slopes.dtype == np.float32

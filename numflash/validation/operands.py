@@ -85,18 +85,21 @@ def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str
     """A float32 array of one of the allowed shapes, of numbers that no length of a sequence takes
     out of float32.
     """
-    array = widen(import_array(name, x).array)
+    taken = import_array(name, x)  # uint16 are numbers here: bits are taken of operands only
+    array = widen(taken.array) if taken.dtype == "bfloat16" else taken.array
     if array.dtype.kind not in "fiu":
         raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: numbers")
     if array.shape not in allowed:
         raise ArgumentError(
             f"{name}: got shape {array.shape}; allowed: {words} = {' or '.join(map(str, allowed))}"
         )
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)  # float16 does not hold the limit
     if not (np.abs(array) <= LARGEST_PER_HEAD).all():  # false for NaN
         raise ArgumentError(
             f"{name}: got NaN, infinity or a number beyond +-{LARGEST_PER_HEAD:g}; allowed: numbers up to it"
         )
-    return array.astype(np.float32)
+    return array
 
 
 def split_mask(
