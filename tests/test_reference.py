@@ -97,6 +97,23 @@ def test_not_finite_keys_spoil_only_rows_that_see_them():
                     assert np.isnan(out[0, 0, 3:]).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, INF])
+def test_a_float_mask_hides_keys_that_are_not_finite(bad):
+    """-inf plus NaN or infinity would be NaN, in outputs and in gradients."""
+    q, k, v = qkv(b=1, h=1, l=3, s=4, d=4)
+    k[..., 1, :] = bad
+    seen = np.array([True, False, True, True])
+    bias = np.where(seen, np.float32(0.5), np.float32(-INF))
+    found = solve(q, k, v, attn_mask=bias)
+    exact = solve(q, k[..., seen, :], v[..., seen, :], attn_mask=bias[seen])
+    for x, y in zip(found, exact, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    gradients = numflash.attention_backward(
+        np.ones_like(v[..., :3, :]), q, k, v, *found, attn_mask=bias, impl="reference"
+    )
+    assert all(np.isfinite(x).all() for x in gradients)
+
+
 def test_finite_inputs_never_give_nan():
     for size in (1e20, 1e36, 1e-38, 1e-45):
         q, k, v = (np.tanh(x) * np.float32(size) for x in qkv(b=1, h=1, l=9, s=40, d=8))

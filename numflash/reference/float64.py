@@ -66,9 +66,12 @@ def _scores(problem, b, h, rows, q, k):
         i = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b]
         j = np.arange(k.shape[0])[None]
         scores = scores - float(problem.alibi_slopes[b, h]) * np.abs(i - j)
+    seen = visible(problem, b, h, rows)
     if problem.bias is not None:
-        scores = scores + problem.bias[b, h, rows]
-    return np.where(visible(problem, b, h, rows), scores, -np.inf), slope
+        bias = problem.bias[b, h, rows]
+        scores = scores + bias
+        seen &= bias != -np.inf  # added to NaN or infinity it would be NaN
+    return np.where(seen, scores, -np.inf), slope
 
 
 def _oracle_rows(problem, b, h, rows, q, k, v):
