@@ -3,6 +3,7 @@
 What others may write is not read, what cannot be saved is not missed, and clearing says what goes.
 """
 
+import functools
 import json
 import os
 import pickle
@@ -13,7 +14,10 @@ import processes
 import pytest
 from processes import ROOT
 
-from numflash.jit import whole
+from numflash.flex import machine
+from numflash.flex.prepared import prepare
+from numflash.flex.program import Program
+from numflash.jit import trust, whole
 
 QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
@@ -86,6 +90,48 @@ def test_what_others_may_write_is_not_read(where, filled, tmp_path):
     assert done.returncode == 0 and done.stdout == filled[1], done.stderr[-3000:]
     assert done.stderr.count(str(cache)) == 1, done.stderr
     assert "others may write" in done.stderr
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    """Calls that load either of two score functions from the disk, and their files there."""
+    monkeypatch.setattr(machine, "_folder", lambda: tmp_path)
+    graphs = (prepare(lambda score, b, h, q, k, n=n: score * n, None) for n in (2, 3))
+    programs = [Program(x.graph, x.score, None, None, (1, 1, 8, 8)) for x in graphs]
+    form = machine.Form(False, 4, False, "")
+
+    def load(program):
+        machine._known.pop((program.text, form), None)
+        return machine.machine_code(program, form)
+
+    calls = [functools.partial(load, program) for program in programs]
+    files = []
+    for call in calls:
+        call()
+        files += set(tmp_path.iterdir()) - set(files)
+    return calls, files
+
+
+def test_a_function_of_another_name_is_compiled_anew(functions, monkeypatch):
+    """It has no code under the name that is asked for, and the kernel ran without it."""
+    calls, files = functions
+    made = []
+    real = machine.compile_program
+    monkeypatch.setattr(machine, "compile_program", lambda *a: made.append(a) or real(*a))
+    shutil.copy(files[0], files[1])
+    assert all(load().address for load in calls)
+    assert len(made) == 1 and files[0].read_bytes() != files[1].read_bytes()
+
+
+@posix
+def test_functions_that_others_may_write_are_not_read(functions, tmp_path, monkeypatch):
+    calls, files = functions
+    marker = tmp_path / "run"
+    payload = pickle.dumps(Planted(marker))
+    files[0].write_bytes(machine._digest(files[0], payload) + payload)
+    files[0].chmod(0o666)
+    monkeypatch.setattr(trust, "_refused", [])
+    assert calls[0]().address and not marker.exists(), "a planted file was unpickled"
 
 
 @posix

@@ -17,12 +17,12 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
-from numba.core import caching
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-from ..jit.disk_cache import logger, source_digest
+from ..jit.disk_cache import folder_of, logger, source_digest
 from ..jit.target import FLOAT_ISAS, missing
+from ..jit.trust import read
 from ..jit.whole import write_whole
 from . import emit, emit_cached
 from .program import Program
@@ -96,10 +96,10 @@ def _from_disk(program: Program, form: Form) -> Machine:
     )
     name = hashlib.sha256(repr((program.text, form, version)).encode()).hexdigest()
     folder = _folder()
-    path = None if folder is None else Path(folder) / f"flex-{name}.nbc"
+    path = None if folder is None else folder / f"flex-{name}.nbc"
     if path:
         with contextlib.suppress(OSError):
-            found = _read(path.read_bytes())
+            found = _read(path)
             if found is not None:
                 library = codegen.unserialize_library(found)
                 return Machine(library.get_pointer_to_function(f"tile_{name}"), library)
@@ -122,19 +122,21 @@ def compile_program(codegen: Any, program: Program, form: Form, name: str) -> An
 
 
 @functools.cache
-def _folder() -> str | None:
-    """Numba's cache folder for this file; None where nothing can be written."""
-    try:
-        return str(caching.CompileResultCacheImpl(compile_program).locator.get_cache_path())
-    except RuntimeError:
-        return None
+def _folder() -> Path | None:
+    """Numba's cache folder for this file; None where there is none that is trusted."""
+    return folder_of(Path(__file__))
 
 
-def _read(data: bytes) -> Any:
+def _digest(path: Path, payload: bytes) -> bytes:
+    """Of the entry and of its name: another function's entry must not pass for it."""
+    return hashlib.sha256(path.name.encode() + payload).digest()
+
+
+def _read(path: Path) -> Any:
     """The entry, or None if it is damaged."""
-    digest = data[:32]
-    payload = data[32:]
-    if hashlib.sha256(payload).digest() == digest:
+    data = read(path)
+    digest, payload = data[:32], data[32:]
+    if _digest(path, payload) == digest:
         return pickle.loads(payload)
     logger.info("ignoring a damaged cache entry")
     return None
@@ -142,4 +144,4 @@ def _read(data: bytes) -> Any:
 
 def _write(path: Path, payload: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, hashlib.sha256(payload).digest() + payload)
+    write_whole(path, _digest(path, payload) + payload)
