@@ -233,7 +233,8 @@ def test_cache_clear(tmp_path, monkeypatch):
         "import pathlib, os; other = pathlib.Path(os.environ['NUMBA_CACHE_DIR'], 'other.nbi'); other.touch(); "
         "assert cli.main(['cache', 'clear']) == 0; assert list(other.parent.rglob('*.nb?')) == [other]"
     )
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for name in ("NUMBA_CACHE_DIR", "NUMFLASH_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
     # the sources' own __pycache__ is not touched: the test must not make every later test compile
     code = code.replace(
         "from numflash.jit import cache_files; from numflash.commands import cli;",

@@ -26,7 +26,8 @@ posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 def python(code, cache, *arguments):
     """A new process with its compiled kernels in `cache`, and nothing in a home of its own."""
     home = f"{cache}-home"
-    return processes.run(code, cache, *arguments, check=False, HOME=home, XDG_CACHE_HOME=home)
+    folders = {"HOME": home, "XDG_CACHE_HOME": home, "NUMFLASH_CACHE_DIR": str(cache)}
+    return processes.run(code, cache, *arguments, check=False, **folders)
 
 
 def entries(cache, suffixes=(".nbi", ".nbc")):
@@ -283,11 +284,23 @@ def test_clearing_lists_what_goes_and_takes_no_more(filled, tmp_path):
     other = cache / "other_package" / "kernel.nbi"
     other.parent.mkdir()
     other.write_bytes(b"")
+    names = (
+        "flash-sm_90a-{}.cubin",
+        "flash-sm_80-{}.ptx",
+        "flash-sm_80-{}.linked.tmp.0123456789abcdef",
+    )
+    cuda = [cache / "cuda" / name.format(40 * "0") for name in names]
+    cuda.append(cache / "cuda" / "expected" / f"sm_75-{20 * '0'}.npz")
+    not_ours = cache / "cuda" / "other.ptx"
+    cuda[-1].parent.mkdir(parents=True)
+    for path in (*cuda, not_ours):
+        path.write_bytes(b"")
     beside = ROOT / "numflash" / "__pycache__" / "test_clearing.nbi"
     beside.parent.mkdir(exist_ok=True)
     beside.write_bytes(b"")
     try:
-        want = {str(path) for path in entries(cache)} - {str(other)}
+        kernels = {str(path) for path in entries(cache)} - {str(other)}
+        want = kernels | {str(path) for path in cuda}
         shown = command(cache, "cache", "clear", "--dry-run")
         assert (
             all(path in shown for path in want)
@@ -295,13 +308,17 @@ def test_clearing_lists_what_goes_and_takes_no_more(filled, tmp_path):
             and str(other) not in shown
         )
         assert "would be removed" in shown
-        assert {str(path) for path in entries(cache)} == want | {str(other)}
+        assert {str(path) for path in entries(cache)} == kernels | {str(other)}
+        info = json.loads(command(cache, "info", "--json"))
+        assert info["cache_files"] == len(want) + 1
+        assert set(info["cache"]) >= {str(path.parent) for path in cuda}
         found = json.loads(command(cache, "cache", "clear", "--json"))
         assert (
             set(found["files"]) >= want and found["removed"] == len(found["files"]) == len(want) + 1
         )
         assert entries(cache) == [other] and beside.exists() and (package / "folder.nbc").is_dir()
         assert not list(package.glob("*.tmp.*"))
+        assert not any(path.exists() for path in cuda) and not_ours.exists()
     finally:
         beside.unlink()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 from .. import __version__
@@ -45,11 +46,14 @@ def info(args: argparse.Namespace) -> Any:
     import numba
     import numpy
 
-    from ..jit import cache_files, target
+    from ..jit import target
     from ..jit.threads import most
     from ..tiling import Caches
+    from ..tiling.choice import file_of_choices
 
     caches = Caches.of_this_machine()
+    stored = _stored()
+    tilings = file_of_choices()
     found = {
         "numflash": __version__,
         "python": sys.version.split()[0],
@@ -62,8 +66,9 @@ def info(args: argparse.Namespace) -> Any:
         "threads": most(),
         "caches": dict(caches.levels()),
         "caches_from": caches.source,
-        "cache_files": len(cache_files.files()),
-        "cache": sorted({str(path.parent) for path in cache_files.files()}),
+        "cache_files": len(stored),
+        "cache": sorted({str(path.parent) for path in stored}),
+        "tilings": str(tilings) if tilings.is_file() else None,
     }
     for name in PACKAGES:
         found[name] = _version(name)
@@ -75,6 +80,7 @@ def info(args: argparse.Namespace) -> Any:
         found["roof"] = [roof.as_dict() for roof in roofs]
     sizes = {level: f"{size // 1024} KiB" for level, size in caches.levels()}
     shown: dict[str, Any] = found | {"caches": sizes, "cache": found["cache"] or "none yet"}
+    shown["tilings"] = found["tilings"] or "none kept"
     shown |= {name: found[name] or "not installed" for name in PACKAGES}
     shown.pop("roof", None)
     shown |= {f"roof, threads {roof.threads}": str(roof) for roof in roofs}
@@ -267,14 +273,24 @@ def estimate(args: argparse.Namespace) -> Any:
     return tiles.run(args.cpu or "a64fx", args.instructions, args.head_dim)
 
 
-def cache(args: argparse.Namespace) -> Any:
+def _stored() -> list[Path]:
+    """Files of compiled kernels: the CPU's, and CUDA's with what its validation keeps beside them."""
+    from ..cuda.compile.stored import cached_files
     from ..jit import cache_files
 
-    found = cache_files.clear(args.dry_run)
+    return [*cache_files.files(), *cached_files()]
+
+
+def cache(args: argparse.Namespace) -> Any:
+    from ..jit.cache_files import remove
+
+    found = _stored()
+    if not args.dry_run:
+        remove(found)
     for path in found:
         print(path)
     done = "would be removed" if args.dry_run else "removed"
-    print(f"{len(found)} files of compiled kernels {done}")
+    print(f"{len(found)} files of compiled kernels, for the CPU and for CUDA, {done}")
     return {
         "removed": 0 if args.dry_run else len(found),
         "dry_run": args.dry_run,

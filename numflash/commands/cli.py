@@ -261,7 +261,11 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         actions.cache,
         "compiled kernels on disk",
         (
-            option("action", choices=["clear"], help="remove those in the folder that is in use"),
+            option(
+                "action",
+                choices=["clear"],
+                help="remove those of the CPU and of CUDA, in the folders that are in use",
+            ),
             flag("--dry-run", "only list what would be removed"),
         ),
     ),

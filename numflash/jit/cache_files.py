@@ -1,9 +1,10 @@
-"""Where the compiled kernels are stored on disk, and how to remove them."""
+"""Where the CPU's compiled kernels are stored on disk, and how to remove files."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from .disk_cache import folder_of
@@ -34,10 +35,8 @@ def files() -> list[Path]:
     )
 
 
-def clear(dry_run: bool = False) -> list[Path]:
-    """Remove them, unless `dry_run`; returns their names."""
-    found = files()
-    for path in [] if dry_run else found:
+def remove(found: Iterable[Path]) -> None:
+    """Remove files that may have gone meanwhile."""
+    for path in found:
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.remove(path)
-    return found
