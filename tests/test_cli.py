@@ -262,6 +262,22 @@ def test_tables():
     assert (count(1, "thread"), count(2, "thread")) == ("1 thread", "2 threads")
 
 
+@pytest.mark.parametrize("width", ["16", "24", "200"])
+def test_a_narrow_terminal_cuts_no_number(width, monkeypatch, capsys):
+    """Nor is anything taken for markup."""
+    pytest.importorskip("rich")
+    from numflash.measure.console import Table
+
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    table = Table("title", ("name", "ms", "GB/s", "[red]"))
+    table.add("long name", "1.2345", "123456", "[/x]")
+    table.show()
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("long name", "1.2345", "123456", "[red]", "[/x]"))
+    assert ("-----" in shown) == (width != "200")
+
+
 @pytest.mark.slow
 def test_demo():
     out, err = run("demo")

@@ -54,13 +54,17 @@ class Table:
         return "\n".join(parts + ([self.note] if self.note else []))
 
     def show(self) -> None:
-        """Print it: by rich on a terminal, as plain text elsewhere."""
-        if not find_spec("rich") or not sys.stdout.isatty():
+        """Print it: by rich on a terminal that is wide enough, as plain text elsewhere."""
+        if not (find_spec("rich") and sys.stdout.isatty() and self._show_by_rich()):
             print(self.plain(), end="\n\n")
-            return
+
+    def _show_by_rich(self) -> bool:
+        """Print it, unless the terminal is too narrow: rich would cut words and numbers."""
         from rich.console import Console
+        from rich.measure import Measurement
         from rich.table import Table as RichTable
 
+        console = Console(markup=False)
         table = RichTable(
             title=self.title,
             title_justify="left",
@@ -71,7 +75,11 @@ class Table:
             table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
         for row in self.rows:
             table.add_row(*row)
-        Console().print(table)
+        no_limit = console.options.update(width=10_000)
+        fits = Measurement.get(console, no_limit, table).minimum <= console.width
+        if fits:
+            console.print(table)
+        return fits
 
 
 class Progress:
