@@ -177,6 +177,10 @@ def test_wrong_command_line(argv, capsys):
         (["bench", "--study", "exp2", "--threads", "2"], "--threads: got 2, which 'study'"),
         (["bench", "--plot", "x.png", "--batch", "2"], "--batch: got 2, which 'plot'"),
         (["demo", "--threads", "999"], "threads: got 999"),
+        (["bench", "--plot", ""], "--plot: got ''"),
+        (["job", "slurm", "--environment", ""], "environment: got ''"),
+        (["estimate", "exp2", "--instructions"], "--instructions: got True, which 'exp2' does not"),
+        (["estimate", "check", "--head-dim", "64"], "--head-dim: got 64, which 'check' does not"),
     ],
 )
 def test_errors_are_one_line(argv, words, capsys, monkeypatch):

@@ -117,8 +117,10 @@ def warmup(args: argparse.Namespace) -> Any:
     return known
 
 
-# what each table of `bench` but the usual one uses, besides its own name; L of a plot is a place
+# what each table of `bench` and `estimate` but the usual one uses, besides its own name; L of a plot
+# is a place
 USED = {
+    **dict.fromkeys(("exp2", "unfused", "improvements", "attention", "check"), ("what", "cpu")),
     "decode": ("length", "threads", "number_of_threads"),
     "plot": ("length", "head_dim", "iterations", "threads", "number_of_threads"),
     "short": ("threads", "number_of_threads"),
@@ -129,14 +131,16 @@ PLACES = ("length", "head_dim", "iterations", "threads")
 
 
 def _refuse_unused(args: argparse.Namespace, table: str) -> None:
-    """Refuse what is given to a table of `bench` that does not use it."""
+    """Refuse what is given to a table of `bench` or `estimate` that does not use it."""
     for name, value in vars(args).items():
         if name in (*ALWAYS, *USED[table], table) or value == args.default_of(name):
             continue
         shown = "--threads" if name == "number_of_threads" else "--" + name.replace("_", "-")
-        used = [x for x in USED[table] if x not in ("length", "number_of_threads")]
+        if args.command == "bench" and name in PLACES:
+            shown = name
+        used = [x for x in USED[table] if x not in ("length", "number_of_threads", "what")]
         raise ArgumentError(
-            f"{name if name in PLACES else shown}: got {value}, which {table!r} does not use; allowed: "
+            f"{shown}: got {value}, which {table!r} does not use; allowed: "
             f"{', '.join(used) or 'nothing beside it'}"
         )
 
@@ -145,7 +149,8 @@ def bench(args: argparse.Namespace) -> Any:
     from . import bench as job
 
     threads = args.number_of_threads or args.threads
-    tables = [f"--{name}" for name in ("plot", "short", "study") if getattr(args, name)]
+    named = ("plot", "short", "study")
+    tables = [f"--{name}" for name in named if getattr(args, name) not in (None, False)]
     if args.length == "decode":
         tables.append("decode")
     if len(tables) > 1:
@@ -156,7 +161,7 @@ def bench(args: argparse.Namespace) -> Any:
         from . import bench_decode
 
         return bench_decode.run(threads)
-    if args.plot:
+    if args.plot is not None:
         from . import bench_plot
 
         return bench_plot.plot(args.plot, args.head_dim, threads, args.iterations)
@@ -266,6 +271,7 @@ def tune(args: argparse.Namespace) -> Any:
 
 def estimate(args: argparse.Namespace) -> Any:
     if args.what:
+        _refuse_unused(args, args.what)
         job = importlib.import_module(f"..machinecode.estimate_{args.what}", __package__)
         return job.run(args.cpu or ("host" if args.what == "check" else "a64fx"))
     from ..machinecode import estimate as tiles

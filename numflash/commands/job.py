@@ -47,6 +47,8 @@ def _checked(request: Request) -> Request:
         raise ArgumentError(
             f"time: got {request.time!r}; allowed: as '00:30:00', hours, minutes, seconds"
         )
+    if not request.environment:
+        raise ArgumentError("environment: got ''; allowed: a folder")
     for field in ("account", "queue"):
         value = getattr(request, field)
         if value and not NAME.fullmatch(value):
