@@ -6,7 +6,7 @@ A NumPy archive of the stored numbers and a header that says for which model the
 from __future__ import annotations
 
 import json
-import zipfile
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,47 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         header = json.loads(str(arrays.pop("header")))
         form = header["format"]
         version = header["version"]
-        header["dtype"], header["layers"]
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        if (form, version) == (FORMAT, VERSION):
+            _check(header, arrays)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what an archive raises depends on the bits that are wrong
         raise ArgumentError(f"path: {path} is no file of ResidentCache.save ({error})") from error
     if form != FORMAT or version != VERSION:
         raise ArgumentError(
             f"path: {path} is {form!r} of version {version}; allowed: {FORMAT!r} of version {VERSION}"
         )
     return header, arrays
+
+
+def _check(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Raise unless the header says what `write` says of such arrays.
+
+    A layer's own sizes and numbers are looked at where they are read.
+    """
+    layers, valid = header["layers"], arrays.get("valid")
+    header["dtype"], header["sizes"], [layer["window"] for layer in layers]
+    seen = [layer["seen"] for layer in layers]
+    if any(type(n) is not int or n < 0 or n != seen[0] for n in seen):
+        raise ValueError(f"its layers hold {seen} tokens")
+    for number, layer in enumerate(layers):
+        if "shape" not in layer:
+            if layer["seen"]:
+                raise ValueError(f"layer {number} has no shape")
+            continue
+        sizes, balance = layer["shape"], layer.get("balance", 1.0)
+        kinds = [type(x) for x in (*sizes, balance, layer["smooth"], layer.get("latent", False))]
+        if kinds != [int] * 4 + [float, bool, bool] or not 0 < balance < math.inf:
+            raise ValueError(f"layer {number} is described as {layer}")
+        lengths = of_layer(arrays, number)["lengths"]
+        if valid is None:
+            expected = np.full(lengths.shape, seen[0])
+        elif valid.dtype == bool and valid.shape == (*lengths.shape, seen[0]):
+            expected = valid.sum(1)
+        else:
+            raise ValueError(f"its padding is {valid.dtype} of shape {valid.shape}")
+        if lengths.shape != (sizes[0],) or not np.array_equal(lengths, expected):
+            raise ValueError(f"layer {number} holds {lengths.tolist()} tokens")
 
 
 def of_layer(arrays: dict[str, np.ndarray], n: int) -> dict[str, np.ndarray]:

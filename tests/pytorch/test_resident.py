@@ -5,6 +5,7 @@ With the float32 cache the greedy tokens are those of the eager implementation.
 """
 
 import copy
+import json
 import os
 import pickle
 
@@ -469,6 +470,49 @@ def test_what_is_refused(llama, tmp_path):
     for name in ("b", "c"):
         with pytest.raises(ArgumentError, match="no file of ResidentCache"):
             nt.ResidentCache.load(tmp_path / f"{name}.npz", llama.config)
+
+
+def test_an_altered_file_is_refused(llama, tmp_path):
+    llama.set_attn_implementation("numflash")
+    cache = new(llama)
+    logits(llama, [TOKENS], cache, LEFT)
+    path = tmp_path / "cache.npz"
+    cache.save(path)
+    arrays = dict(np.load(path))
+    header = json.loads(str(arrays.pop("header")))
+    layer = header["layers"][1]
+
+    def refused(words, arrays=arrays, **changes):
+        text = np.array(json.dumps({**header, **changes}))
+        np.savez(path, header=text, **arrays)
+        with pytest.raises(ArgumentError, match=f"path: .*{words}"):
+            nt.ResidentCache.load(path, llama.config)
+
+    refused("of version 2", version=2, layers="another form")
+    refused("is no file", layers=3)
+    for name, x, words in (
+        ("seen", 39, "layers hold"),
+        ("seen", "40", "layers hold"),
+        ("shape", [2, 2, 16], "described as"),
+        ("shape", [1 << 40, 2, 16, 16], "layer 1 holds"),
+        ("smooth", None, "described as"),
+    ):
+        refused(words, layers=[header["layers"][0], {**layer, name: x}])
+    missing = {name: x for name, x in layer.items() if name != "shape"}
+    refused("no shape", layers=[header["layers"][0], missing])
+    refused("padding is int64", {**arrays, "valid": arrays["valid"].astype(int)})
+    refused("layer 0 holds", {**arrays, "valid": arrays["valid"] & False})
+    refused("no file", {name: x for name, x in arrays.items() if name != "1.lengths"})
+
+    cache.save(path)
+    whole = path.read_bytes()
+    entry = whole.index(
+        b"PK\1\2"
+    )  # the first of the archive's list: flags and method of compression
+    for at in (entry + 8, entry + 10):
+        path.write_bytes(whole[:at] + b"\x21" + whole[at + 1 :])
+        with pytest.raises(ArgumentError, match="no file of ResidentCache"):
+            nt.ResidentCache.load(path, llama.config)
 
 
 def test_tokens_like_those_before_are_checked_again(llama):
