@@ -48,6 +48,8 @@ class use(TorchFunctionMode):
         Calls that numflash has answered.
     fallbacks : Counter
         Calls that went to PyTorch, by reason.
+
+    Code of `torch.compile` counts as one call, however often it runs.
     """
 
     def __init__(
@@ -59,8 +61,14 @@ class use(TorchFunctionMode):
         if pv is not None:
             check_weights(choice("pv", pv, PV), precision)
         self.precision, self.pv, self.fallback = precision, pv, flag("fallback", fallback)
-        self.calls = 0
         self.fallbacks: Counter[str] = Counter()
+        self._calls, self._compiled = 0, False
+        self._logged: set[str] = set()
+
+    @property
+    def calls(self) -> int:
+        """Calls that numflash has answered."""
+        return self._calls + self._compiled
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -80,7 +88,7 @@ class use(TorchFunctionMode):
         """
         if func is not _MULTI_HEAD or torch.compiler.is_compiling():
             if self.fallback:
-                self.fallbacks["torch.nn.MultiheadAttention inside torch.compile"] += 1
+                self._note("torch.nn.MultiheadAttention inside torch.compile")
                 return func(*args, **kwargs)
             raise UnsupportedError(
                 "torch.nn.MultiheadAttention: not routed inside torch.compile; allowed: uncompiled, or "
@@ -97,10 +105,27 @@ class use(TorchFunctionMode):
         out = body(*args, **kwargs)
         # to return its weights it multiplies by itself, and never calls the attention function
         if before == self.calls + self.fallbacks.total():
-            if not self.fallbacks[WEIGHTS]:
-                logger.warning("PyTorch computes by itself: %s", WEIGHTS)
-            self.fallbacks[WEIGHTS] += 1
+            self._note(WEIGHTS)
         return out
+
+    def _note(self, reason: str) -> None:
+        """Count a call that went to PyTorch.
+
+        Code of torch.compile is compiled again where a number that it reads has changed, which a
+        count does in each call. So there a reason is only entered, and logged at the block's end.
+        """
+        if torch.compiler.is_compiling():
+            if reason not in self.fallbacks:
+                self.fallbacks[reason] = 1
+            return
+        self.fallbacks[reason] += 1
+        self._log()
+
+    def _log(self) -> None:
+        """Log the reasons that are new."""
+        for reason in self.fallbacks.keys() - self._logged:
+            logger.warning("PyTorch's attention takes over: %s", reason)
+        self._logged |= self.fallbacks.keys()
 
     def __enter__(self) -> Any:
         from .flex import route
@@ -113,6 +138,7 @@ class use(TorchFunctionMode):
 
         super().__exit__(*error)
         route(False)
+        self._log()
 
     def _answer(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.answer(scaled_dot_product_attention, PYTORCH, args, kwargs)
@@ -124,9 +150,10 @@ class use(TorchFunctionMode):
         except NumflashError as error:
             if not self.fallback:
                 raise
-            if str(error) not in self.fallbacks:
-                logger.warning("PyTorch's attention takes over: %s", error)
-            self.fallbacks[str(error)] += 1
+            self._note(str(error))
             return theirs(*args, **kwargs)
-        self.calls += 1
+        if torch.compiler.is_compiling():
+            self._compiled = True  # not counted, see `_note`
+        else:
+            self._calls += 1
         return out

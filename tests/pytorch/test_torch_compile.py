@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch_cases import KEEP, SDPA, K, Q, V, draw, gradients, qkv
 
 import numflash.torch as nt
@@ -63,6 +64,22 @@ def test_compiled_models_are_routed_inside_the_context_only():
         out = compiled(Q)
     assert routed.calls == 1
     torch.testing.assert_close(out, SDPA(Q, Q, Q), atol=1e-6, rtol=0)
+
+
+def test_many_compiled_calls_in_one_block_are_compiled_once(caplog):
+    """PyTorch gives up after 8 times. float64 goes to PyTorch, which is logged."""
+    for dtype, words in ((torch.float32, ""), (torch.float64, "got dtype torch.float64")):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(lambda q: SDPA(q * 1, q, q), fullgraph=True, backend=counter)
+        x = Q.to(dtype)
+        with nt.use(fallback=True) as routed:
+            for _ in range(10):
+                out = compiled(x)
+        torch.testing.assert_close(out, SDPA(x, x, x), atol=1e-6, rtol=0)
+        assert (routed.calls, routed.fallbacks.total()) == ((0, 1) if words else (1, 0))
+        assert counter.frame_count <= 2 and caplog.text.count("takes over") == bool(words)
+        assert words in caplog.text
 
 
 def test_multihead_attention_inside_the_compiler():
