@@ -115,6 +115,15 @@ def test_divergent_shuffle():
     fails("divergent", "shuffle_xor", kernel, words())
 
 
+def test_divergent_vote():
+    def kernel(x):
+        t = cuda.threadIdx.x
+        if t & 31 < 7:
+            x[t] = u32(ptx.vote_all(types.int32(1)))
+
+    fails("divergent", "vote_all", kernel, words(), said="0xffffffff by the lanes 0x0000007f")
+
+
 def test_divergent_barrier():
     def kernel(x):
         if cuda.threadIdx.x < 40:
@@ -132,6 +141,17 @@ def test_deadlock_at_a_barrier():
 
     said = r"waits: warp 0 at line \d+ at barrier 1 \(warps missing: 1\) \["
     fails("deadlock", None, kernel, words(), said=said)
+
+
+@pytest.mark.parametrize(("number", "threads"), [(1, 64), (16, 96)])
+def test_barriers_that_do_not_exist(number, threads):
+    """A third warp at a barrier of 64 threads begins its next round; there are 16 barriers."""
+
+    def kernel(x):
+        ptx.barrier(u32(number), u32(threads))
+        x[cuda.threadIdx.x] = u32(0)
+
+    fails("protocol deadlock", None, kernel, words(96), threads=96)
 
 
 def test_deadlock_at_an_mbarrier():
@@ -196,6 +216,16 @@ def test_async_copy():
 @pytest.mark.parametrize("options", [{"wait": False}, {"early_wait_count": 1}])
 def test_read_before_the_copy_is_waited_for(options):
     fails("pending", "load_shared_v4", async_copy(**options), words(256), words(256))
+
+
+def test_a_copy_of_nothing_from_anywhere():
+    """An address is aligned where no byte of it is read, too."""
+
+    def kernel(x):
+        to = ptx.shared_address(cuda.shared.array(256, u32)) + u32(cuda.threadIdx.x * 16)
+        ptx.cp_async_zfill(to, 0, ptx.global_address(x) + u64(8), u32(0))
+
+    fails("misaligned", "cp_async_zfill", kernel, words())
 
 
 def test_wait_without_barrier():
@@ -347,3 +377,36 @@ def test_blocks_that_store_to_one_place(ordered):
         else:
             with pytest.raises(EmulatorError, match=r"race.*stored to by several blocks"):
                 emulate(written_by_blocks(grid - 1, False), grid, 32, (y, tickets))
+
+
+def test_blocks_that_load_what_another_stores():
+    def kernel(y):
+        y[cuda.blockIdx.x + 1] = y[cuda.blockIdx.x]
+
+    for seed in range(3):
+        with pytest.raises(EmulatorError, match="loaded, to which another block stores"):
+            emulate(kernel, 99, 32, (np.zeros(100, np.uint32),), seed=seed)
+
+
+def test_a_load_that_is_not_coherent():
+    def kernel(x):
+        t = cuda.threadIdx.x
+        x[t] = u32(t)
+        cuda.syncthreads()
+        x[t] = ptx.bits(ptx.load_global_f32(ptx.global_address(x)))
+
+    fails("race", "load_global_f32", kernel, words(), said=r"by ld\.global\.nc")
+
+
+@pytest.mark.parametrize("schedule", ["random", "lockstep"])
+def test_the_order_of_blocks(schedule):
+    """Random ones do not begin with the first batch of 64."""
+
+    def kernel(y, tickets):
+        if cuda.threadIdx.x == 0:
+            y[cuda.blockIdx.x] = cuda.atomic.add(tickets, 0, u32(1))
+
+    y = np.zeros(300, np.uint32)
+    emulate(kernel, 300, 32, (y, np.zeros(1, np.uint32)), schedule=schedule)
+    assert np.array_equal(np.sort(y), np.arange(300))
+    assert (y[:64].max() == 63) == (schedule == "lockstep")

@@ -49,7 +49,8 @@ def emulate(
         Where the kernel takes an address (uint64), an array or a list of tensor maps stands for its
         address.
     shared_bytes : dynamic shared memory per block
-    schedule : "random" (warps in two random cohorts between barriers) or "lockstep"
+    schedule : "random" (blocks in a random order, warps in two random cohorts between barriers) or
+        "lockstep"
     seed : of the schedule
 
     Returns
@@ -85,6 +86,9 @@ def emulate(
         )
     parameters = {name: value for (name, _), value in zip(program.parameters, values, strict=True)}
     todo = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
+    if schedule == "random":  # a card runs blocks in any order, those of a cluster together
+        order = np.random.default_rng(seed).permutation(len(todo) // cluster)
+        todo = [todo[cluster * n + rank] for n in order for rank in range(cluster)]
     report = Report(len(todo), blocks[0] * blocks[1] * blocks[2])
     if todo:
         fit = min(BATCH_THREADS // report.threads, BATCH_BYTES // (dynamic + 4096))

@@ -60,6 +60,8 @@ class Copies:
     ) -> None:
         m = self.m
         index = m.shared.index(to, m.block_of[lanes], size)
+        if (source & np.uint64(size - 1)).any():  # also where nothing is read
+            raise Fault("misaligned", f"cp.async of {size} bytes from {int(source.max()):#x}")
         data = np.zeros((lanes.size, size), np.uint8)
         for n in np.unique(given):
             some = given == n

@@ -25,6 +25,7 @@ from .registers import Launch, Registers
 
 STEP_LIMIT = 5_000_000  # branches in one batch
 PLAIN, BRANCH, EXIT, BARRIER, WAIT = range(5)
+BARRIERS = 16  # of a block, in hardware
 
 
 class Group:
@@ -359,6 +360,8 @@ class Machine(Registers):
             else np.zeros(warps.size, int)
         )
         for warp, name, count in zip(warps, ids, expected, strict=True):
+            if int(name) >= BARRIERS:
+                raise Fault("protocol", f"barrier {int(name)}; allowed: 0 to {BARRIERS - 1}")
             key = (int(warp) // self.warps_per_block, int(name))
             state = self.barriers.setdefault(key, Barrier(int(count), []))
             if int(warp) in state.warps:
@@ -393,6 +396,11 @@ class Machine(Registers):
             expected = state.expected or int(self.alive[threads].sum())
             if 32 * len(state.warps) < expected:
                 continue
+            if 32 * len(state.warps) > expected:
+                raise Fault(
+                    "protocol",
+                    f"{len(state.warps)} warps came to barrier {name}, which counts {expected} threads",
+                )
             del self.barriers[key]
             self.shared.join(np.array(state.warps))
             waiting = np.zeros(self.n // 32, bool)

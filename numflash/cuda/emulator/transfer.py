@@ -116,11 +116,16 @@ def load(m: Machine, i: Instruction) -> Run:
     kind = DTYPES[t]
     access = Access(m, i, i.operands[1], np.dtype(kind).itemsize * len(names))
     targets = [m.wide_target(x, t) for x in names]
+    coherent = "nc" not in i.modifiers
 
     def run(mask: Any) -> None:
         space, lanes, data, index = access.resolve(mask, store=False)
         if space == "shared":
             access.note_shared(lanes, index, store=False)
+        elif space == "global":
+            own = m.block_number[lanes] if coherent else np.zeros(lanes.size, np.int64)
+            free = m.has_done_atomics[m.block_of[lanes]] & coherent
+            m.memory.writers.check_read(data, index, access.size, own, free)
         cells, at = elements(data, index, kind, len(names))
         values = cells[at]
         for k, (d, wide) in enumerate(targets):
@@ -260,6 +265,18 @@ def reduce_warp(m: Machine, i: Instruction) -> Run:
     return run
 
 
+def _all_there(active: np.ndarray, members: np.ndarray) -> None:
+    """A fault unless the lanes at a `vote.sync` are those that its mask names."""
+    there = (active << _LANE.astype(np.uint64)).sum(1, dtype=np.uint64)
+    wrong = active & (members != there[:, None])
+    if wrong.any():
+        warp, lane = np.argwhere(wrong)[0]
+        raise Fault(
+            "divergent",
+            f"vote.sync of the lanes {int(members[warp, lane]):#010x} by the lanes {int(there[warp]):#010x} of a warp",
+        )
+
+
 @binds("vote", "activemask")
 def vote(m: Machine, i: Instruction) -> Run:
     mode = i.modifiers[1] if i.op == "vote" else "active"
@@ -267,9 +284,12 @@ def vote(m: Machine, i: Instruction) -> Run:
     d = m.target(i.operands[0], t)
     a = m.value(i.operands[1].lstrip("!"), "pred") if i.op == "vote" else None
     negate = i.op == "vote" and i.operands[1].startswith("!")
+    members = m.value(i.operands[2], "u32") if i.op == "vote" else None
 
     def run(mask: Any) -> None:
         active = m.full(mask).reshape(-1, 32)
+        if members is not None:
+            _all_there(active, np.broadcast_to(members, m.n).reshape(-1, 32))
         votes = (
             active
             if a is None
