@@ -30,6 +30,7 @@ from .device.operands import (
     padded_rows,
     resident_ids,
     slopes_of,
+    steps,
     storage,
     strides_of,
 )
@@ -234,11 +235,6 @@ def float32_backward(
     return Backward(tuple(x for x in launches if 0 not in x.grid), (dq, dk, dv_out))
 
 
-def _strides(*arrays: np.ndarray) -> tuple[int, ...]:
-    """Bytes from batch entry to batch entry, head to head and row to row, of each array."""
-    return tuple(int(n) for x in arrays for n in x.strides[:3])
-
-
 def _warp_passes(
     problem: Problem,
     arch: str,
@@ -286,7 +282,7 @@ def _warp_passes(
         count, others, heads = (length, s, nh) if which == "q" else (s, length, nkv)
         args = (
             (*own, *other, *sums, stats, *places, stored, slopes),
-            (*_strides(*own, *other, *sums), *mask_strides),
+            (*steps(*own, *other, *sums), *mask_strides),
             (count, others, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right, rows),
             factors,
         )
@@ -353,7 +349,7 @@ def float_backward(
             backward_rows,
             {"dv": padded(dv), "dtype": problem.precision, **folding(nb)},
             (rows // ROWS, nh, nb),
-            ((do, o, lse, stats), _strides(do, o), (length, v.shape[-1] * 2, nh, rows)),
+            ((do, o, lse, stats), steps(do, o), (length, v.shape[-1] * 2, nh, rows)),
             (),  # the statistics stay there
         )
     ]

@@ -34,6 +34,7 @@ from .device.operands import (
     resident_ids,
     rows_per_block,
     slopes_of,
+    steps,
     storage,
     strides_of,
 )
@@ -205,9 +206,7 @@ def float_forward(
     }
     chosen, functions = _functions(problem, group, (block_q, tiling.key_block))
     constants.update(chosen)
-    strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + strides_of(
-        mask, results
-    )
+    strides = steps(q, k, v, out) + strides_of(mask, results)
     args = (
         (q, k, v, out, lse, *key_places(problem, s), stored, slopes_of(problem), sinks, *functions),
         strides,

@@ -196,6 +196,16 @@ def strides_of(x: np.ndarray | None, results: tuple | None = None) -> tuple[int,
     )
 
 
+def steps(*arrays: np.ndarray) -> tuple[int, ...]:
+    """Bytes from batch entry to batch entry, head to head and row to row, of each array.
+
+    0 along an axis of one element, whose stride says nothing: copies of rows that do not exist read
+    nothing, but from an aligned address (PTX 9.7.9.25.3.1).
+    """
+    sizes = ((n, size) for x in arrays for n, size in zip(x.strides[:3], x.shape, strict=False))
+    return tuple(int(n) if size > 1 else 0 for n, size in sizes)
+
+
 def rows_per_block(tiling: Tiling, rows: int) -> int:
     """Query rows per tile: the tiling's, or fewer warps where there are few rows."""
     warps = min(tiling.block_q // tiling.mr, max(1, -(-rows // tiling.mr)))
