@@ -41,6 +41,10 @@ from .device.operands import (
 from .device.tile_list import tile_list
 from .instructions.tensormap import TensorMap
 
+# beyond it scores are scaled before their maximum is taken off, as with a scale of 0 or less. Else one
+# fused multiply-add does both, exactly, where the maximum times the scale is rounded: from 2**28 on
+# they differ by more than 16 octaves, which a weight of 16 bits does not hold
+LARGEST_SCALE = 2.0**16
 LISTS_KEPT = 8  # lists of tiles of one problem's functions: lengths, heads together, tile sizes
 _lists: WeakKeyDictionary[Any, dict[Any, np.ndarray]] = WeakKeyDictionary()
 
@@ -149,13 +153,19 @@ def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[di
     return constants, (code.frame, code.batches, tiles, *code.arrays)
 
 
+def _moderate(problem: Problem) -> bool:
+    """Whether the largest score is that of the largest product, and its scale within bounds."""
+    return 0 < problem.scale <= LARGEST_SCALE
+
+
 def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, Any]:
     """The constants that say what a 16-bit kernel has code for.
 
-    With options that imply "transform" the scale's sign is none.
+    With options that imply "transform" the scale has no say.
     """
     softcap = bool(problem.softcap)
     alibi = problem.alibi_slopes is not None
+    scaled = softcap or alibi or mask == "float"
     return {
         "dtype": problem.precision,
         "band": band(problem)[0],
@@ -163,7 +173,7 @@ def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, A
         "softcap": softcap,
         "alibi": alibi,
         "sinks": results is not None and problem.sinks is not None,
-        "transform": problem.scale <= 0 and not (softcap or alibi or mask == "float"),
+        "transform": not (scaled or _moderate(problem)),
     }
 
 
@@ -229,7 +239,7 @@ def float_forward(
 def scores_as_they_are(problem: Problem) -> bool:
     """Whether no option touches the scores: a band, lengths and sinks do not."""
     changed = (problem.mask, problem.bias, problem.alibi_slopes, problem.functions)
-    return problem.scale > 0 and not problem.softcap and all(x is None for x in changed)
+    return _moderate(problem) and not problem.softcap and all(x is None for x in changed)
 
 
 def band_rows(problem: Problem) -> int:

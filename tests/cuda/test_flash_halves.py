@@ -156,6 +156,16 @@ def test_huge_scores_and_hidden_nonfinite():
     assert np.isnan(out).all(-1).all()  # every row sees the keys that are not finite
 
 
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale", [1e9, 1e30])
+def test_huge_scales(arch, scale):
+    """One key has all of a row's weight, and scores are far apart in float32."""
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=1, l=70, s=70, d=64))
+    problem = problem_of(q, k, v, scale=scale)
+    out, lse, _ = operands.emulated(launch.plan(problem, arch))
+    compare(out, lse, q, k, v, scale=scale)
+
+
 @pytest.mark.slow
 def test_turing():
     report = check({"b": 1, "h": 2, "l": 130, "s": 150, "d": 64}, arch="sm_75", is_causal=True)
