@@ -45,6 +45,7 @@ from .instructions.tensormap import TensorMap
 # fused multiply-add does both, exactly, where the maximum times the scale is rounded: from 2**28 on
 # they differ by more than 16 octaves, which a weight of 16 bits does not hold
 LARGEST_SCALE = 2.0**16
+MOST_ROWS = (1 << 31) - 1  # of all heads: kernels number them in 32 bits
 LISTS_KEPT = 8  # lists of tiles of one problem's functions: lengths, heads together, tile sizes
 _lists: WeakKeyDictionary[Any, dict[Any, np.ndarray]] = WeakKeyDictionary()
 
@@ -75,6 +76,10 @@ def _operands(problem: Problem, results: Results) -> tuple[np.ndarray, ...]:
     In host memory made fit for them, on the card taken as they are.
     """
     nb, nh, _, length, *_ = problem.shape
+    if nb * nh * length > MOST_ROWS:
+        raise UnsupportedError(
+            f"query: got {nb * nh * length} rows of all heads; allowed on a card: {MOST_ROWS}"
+        )
     if results is not None:
         return (
             *(

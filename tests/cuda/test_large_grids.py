@@ -18,6 +18,7 @@ import test_quantized
 import numflash
 from numflash.cuda import launch_float, launch_int8
 from numflash.cuda.device import operands
+from numflash.cuda.launch import plan
 from numflash.errors import UnsupportedError
 
 slow = pytest.mark.slow
@@ -88,3 +89,19 @@ def test_what_no_grid_holds(monkeypatch):
         monkeypatch.setattr(operands, "MOST_BLOCKS", limits)
         with pytest.raises(UnsupportedError, match=r"2 heads and 3 batch entries; allowed"):
             launch.blocks(4)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_rows_that_32_bits_do_not_number(arch):
+    """On a card of 141 GB, with heads of 8 channels: 8 GB of log-sum-exps."""
+    one = np.zeros((1, 1, 1, 8), np.float16)
+
+    def launch(length):
+        q = np.lib.stride_tricks.as_strided(one, (1 << 15, 1, length, 8), (16, 16, 16, 2))
+        k = np.lib.stride_tricks.as_strided(one, (1 << 15, 1, 1, 8), (16, 16, 16, 2))
+        results = q, np.lib.stride_tricks.as_strided(one.view(np.float32), q.shape[:3], (4, 4, 4))
+        return plan(float_checks.problem_of(q, k, k), arch, results)
+
+    assert launch((1 << 16) - 1)
+    with pytest.raises(UnsupportedError, match=r"query: got 2147483648 rows.*: 2147483647$"):
+        launch(1 << 16)
