@@ -77,6 +77,7 @@ class Append:
         store.growing()
         self.launch(self._buffers, store)
         store.grown(counts)
+        card.wait_for_copies()  # the tokens may be in pinned memory, which the caller may fill again
 
     def prepare(self, counts: np.ndarray, store: Store) -> None:
         """Bring the card up to what the host has changed.

@@ -155,6 +155,31 @@ def test_a_decode_step_while_another_stream_is_captured(driver):  # noqa: F811
     assert out == ["(1, 2, 1, 64) (1, 2, 1, 64) (1, 2, 1, 64)", "CUDA_SUCCESS"] * 3
 
 
+PINNED = """
+from numflash.cuda.device import resident
+resident.compiled = uncompiled
+cache = numflash.KVCache(1, 2, 64, 100, "float16", device="cuda")
+_, context = d.cuDevicePrimaryCtxRetain(0)
+d.cuCtxPushCurrent(context)
+at = int(d.cuMemHostAlloc(2 * 64 * 2, 0)[1])
+token = np.frombuffer((ctypes.c_ubyte * 256).from_address(at), np.float16).reshape(1, 2, 1, 64)
+for _ in range(2):
+    print("append", file=sys.stderr)
+    cache.append(token, token)
+"""
+
+
+def test_tokens_in_pinned_memory_may_change_after_an_append(driver):  # noqa: F811
+    """The driver reads it when it comes to the copy, so the host waits for that."""
+    _, said = lines(driver, PINNED, "80", STUB_TRACE="1")
+    assert "stub:" not in said, said
+    for part in said.split("append\n")[1:]:
+        calls = part.splitlines()
+        tokens = [n for n, call in enumerate(calls) if call.startswith("to the card 256 ")]
+        stream = calls[tokens[-1]].split()[-1]
+        assert len(tokens) == 2 and f"wait for {stream}" in calls[tokens[-1] :], part
+
+
 INT8 = """
 import contextlib
 @contextlib.contextmanager

@@ -47,6 +47,9 @@ class Emulated:
         self.uploaded += x.nbytes
         to[...] = x
 
+    def wait_for_copies(self) -> None:
+        """Wait for what `upload` was given to be read."""
+
     def send(self, to: np.ndarray, x: np.ndarray) -> None:
         """A pinned array to a buffer, in the order of the kernels."""
         self.upload(to, x)
@@ -158,7 +161,7 @@ class Card:
     def upload(self, to: np.ndarray, x: np.ndarray) -> None:
         """Enqueue a copy of a host array to a buffer of its shape and dtype.
 
-        x may change afterwards, unless it is pinned.
+        x may change afterwards, unless it is pinned: then after `wait_for_copies`.
         """
         if self._rehearsing:
             return
@@ -173,6 +176,12 @@ class Card:
                 d.cuMemcpyHtoDAsync(to.ctypes.data, source.ctypes.data, x.nbytes, self.copies),
             )
         self._computing, self._uploading = False, True
+
+    def wait_for_copies(self) -> None:
+        """Wait for the copies of `upload`: the driver reads pinned memory whenever it gets there."""
+        d = self.device.driver
+        with self.device.active(), Uncaptured(d):
+            check(d, d.cuStreamSynchronize(self.copies))
 
     def send(self, to: np.ndarray, x: np.ndarray) -> None:
         """Enqueue a copy of a pinned array to a buffer, in the kernels' stream: what is small and
