@@ -180,6 +180,31 @@ def test_tokens_in_pinned_memory_may_change_after_an_append(driver):  # noqa: F8
         assert len(tokens) == 2 and f"wait for {stream}" in calls[tokens[-1] :], part
 
 
+INTERRUPTED = """
+made, freed, copied = [], [], []
+allocate, release, copy = d.cuMemAlloc, d.cuMemFree, d.cuMemcpyHtoD
+def counted(n):
+    result = allocate(n)
+    made.append(int(result[1]))
+    return result
+def interrupted(*arguments):
+    copied.append(arguments)
+    if len(copied) == 2:
+        raise KeyboardInterrupt
+    return copy(*arguments)
+d.cuMemAlloc, d.cuMemcpyHtoD = counted, interrupted
+d.cuMemFree = lambda at: (freed.append(int(at)), release(at))[1]
+try:
+    numflash.attention(*(np.zeros((1, 1, 9, 64), np.float16),) * 3, impl="cuda")
+except KeyboardInterrupt:
+    print(len(made), made == freed)
+"""
+
+
+def test_an_interrupted_copy_leaves_nothing_on_the_card(driver):  # noqa: F811
+    assert lines(driver, INTERRUPTED, "80")[0] == ["2 True"]
+
+
 INT8 = """
 import contextlib
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ArgumentError, DriverError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError
 from ..compile import ARCHITECTURES, Compiled, compiled
 from .constants import Constants
 from .driver import (
@@ -58,7 +58,7 @@ class _Copies:
             for x in self.arrays:
                 self.address[id(x)] = int(check(d, d.cuMemAlloc(max(16, x.nbytes))))
                 check(d, d.cuMemcpyHtoD(self.address[id(x)], x.ctypes.data, x.nbytes))
-        except DriverError:
+        except BaseException:  # an interrupt too, while gigabytes are copied
             self._release()
             raise
         return self.address
