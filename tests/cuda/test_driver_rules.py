@@ -205,6 +205,23 @@ def test_an_interrupted_copy_leaves_nothing_on_the_card(driver):  # noqa: F811
     assert lines(driver, INTERRUPTED, "80")[0] == ["2 True"]
 
 
+NUMBA = """
+from numba import cuda
+del sys.modules["torch"]
+stream = cuda.stream()
+q, k = (cuda.device_array((1, 2, n, 64), np.float16).bind(stream) for n in (70, 90))
+out, lse = numflash.attention(q, k, k, return_lse=True)
+print(hex(int(stream))[2:], *(int(x.stream) == int(stream) for x in (out, lse)))
+"""
+
+
+def test_results_of_numba_are_on_the_stream_that_computes_them(driver):  # noqa: F811
+    """Theirs is what `copy_to_host` and other libraries wait for."""
+    out, said = lines(driver, NUMBA, "80", STUB_TRACE="1")
+    stream = out[0].split()[0]
+    assert out == [f"{stream} True True"] and f"kernel of 4 blocks on {stream}" in said
+
+
 INT8 = """
 import contextlib
 @contextlib.contextmanager

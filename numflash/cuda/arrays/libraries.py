@@ -84,12 +84,14 @@ class Numba:
 
     @staticmethod
     def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        """Another array on the same device, contiguous."""
+        """Another array on the same device, contiguous, and of the same stream: `copy_to_host` waits
+        for no other.
+        """
         from ..compile.target import cuda
 
         address, _ = Numba.look(like)
         with cuda.gpus[device_of(open_driver(), address)]:
-            return cuda.device_array(shape, dtype)
+            return cuda.device_array(shape, dtype, stream=like.stream)
 
     @staticmethod
     def stream(x: Any) -> int:
