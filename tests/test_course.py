@@ -13,7 +13,7 @@ import pytest
 from numba import njit
 
 from numflash.course import drawings, exercises, lessons, moving, widgets
-from numflash.course.answers import c00, c01, c02, c10, c13, c15, c23
+from numflash.course.answers import c00, c01, c02, c07, c10, c13, c15, c23
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -167,13 +167,51 @@ def test_a_right_function_of_the_reader_is_the_one_that_runs(posed, capsys):
 
 
 def test_judges(posed, capsys):
-    posed(judge=lambda got, limit: "" if got < limit else "too much")
-    check("99.1", 1, 2)
+    posed(judge=lambda got, limit: "" if got() < limit else "too much")
+    check("99.1", lambda: 1, 2)
     assert answers[-1].verdict == "right" and answers[-1].given == (2,)
-    check("99.1", 3, 2)
+    check("99.1", lambda: 3, 2)
     assert answers[-1].words == "not yet: too much"
-    check("99.1", "x", 2)
+    check("99.1", lambda: "x", 2)
     assert answers[-1].verdict == "raised" and "TypeError" in capsys.readouterr().out
+    for no_function in (None, 3, "x", np.zeros(2)):
+        check("99.1", no_function, 2)
+        assert answers[-1].words.endswith("which is not a function")
+
+
+@pytest.mark.parametrize(
+    ("got", "said"),
+    [
+        ("64", "which is not a number or an array of numbers; write numbers without quotes"),
+        ([1, 2], "got (1, 2); give one number"),
+        (np.zeros(3), "give one number"),
+        (len, "got the function len; call it, and give what it returns"),
+    ],
+)
+def test_an_answer_of_another_kind_is_told_the_kind(got, said, posed):
+    posed(expected=64.0)
+    check("99.1", got)
+    assert answers[-1].verdict == "wrong" and answers[-1].words.endswith(said)
+
+
+def test_long_arguments_have_lines_of_their_own(posed, capsys):
+    posed(model=lambda q, k: 0, cases=((np.zeros((4, 32)), np.zeros((4, 32))),))
+    check("99.1", lambda q, k: 1)
+    assert "for (\n      q = array (4, 32)" in capsys.readouterr().out
+
+
+def test_a_function_that_does_the_wrong_thing_is_not_an_open_exercise():
+    """Its body is not empty: it returns what it should store, or calls no part."""
+
+    def empty(q, k, v, scale, out): ...
+
+    def returns(q, k, v, scale, out):
+        return q * scale
+
+    assert c02._compiled(empty) == c02._compiled(njit(empty)) == "open"
+    assert "stored nothing in `out`" in c02._compiled(returns)
+    assert "stored nothing in `out`" in c02._compiled(njit(returns))
+    assert c07._fused(lambda m, blocks: [blocks]) == "of 5 blocks, 0 were finished"
 
 
 @pytest.mark.parametrize(

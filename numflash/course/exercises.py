@@ -39,7 +39,8 @@ class Exercise:
     model : a function that the answer must agree with, on `cases`
     cases : arguments to call both with, a tuple for each call; or a function of what the chapter
         passes to `check`
-    judge : function of (answer, *given) that returns "" for a right answer, else what is wrong
+    judge : function of (answer, *given), of an answer that is a function, that returns "" for a
+        right one, else what is wrong
     within : relative tolerance of floats; integers, booleans and text must be equal
     allowed : the words that an answer may be, if it is a word
     slip : (old, new), a typical mistake in the solution; the tests check that it is noticed
@@ -169,14 +170,17 @@ def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, 
     if exercise.allowed and str(got).strip().lower() not in exercise.allowed:
         words = ", ".join(f'"{word}"' for word in exercise.allowed)
         return "wrong", f"not yet: got {show(got)}; allowed: {words}"
+    of_a_function = exercise.model is not None or exercise.judge is not None
+    if of_a_function and not callable(got):
+        return "wrong", f"not yet: got {show(got)}, which is not a function"
     if exercise.judge is not None:
         try:
             fault = exercise.judge(got, *given)
         except Exception as error:
-            if callable(got) and _none_returned(error):
+            if _none_returned(error):
                 return "wrong", f"not yet: {NO_RETURN}"
             return "raised", f"not yet: {_raised(error, got)}"
-        if callable(got) and fault.startswith("got None"):
+        if fault.startswith("got None"):
             fault = NO_RETURN
         if fault == "open":
             return "open", "not answered yet"
@@ -185,8 +189,6 @@ def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, 
         wish = _expected(exercise, given)
         fault = difference(got, wish, exercise.within)
         return ("wrong", f"not yet: {fault}") if fault else ("right", f"right: {show(wish)}")
-    if not callable(got):
-        return "wrong", f"not yet: got {show(got)}, which is not a function"
     cases = exercise.cases(*given) if callable(exercise.cases) else exercise.cases
     for case in cases:
         shown = _named(got, case)
@@ -214,12 +216,24 @@ def _none_returned(error: Exception) -> bool:
 
 
 def _named(function: Callable[..., Any], case: tuple[Any, ...]) -> str:
-    """The arguments of a call with their names."""
+    """The arguments of a call with their names, each on its own line where one would be long."""
     try:
         names = inspect.signature(function).bind(*case).arguments
+        shown = [f"{name} = {show(x)}" for name, x in names.items()]
     except (TypeError, ValueError):  # it takes other arguments
-        return ", ".join(map(show, case))
-    return ", ".join(f"{name} = {show(x)}" for name, x in names.items())
+        shown = [show(x) for x in case]
+    line = ", ".join(shown)
+    return line if len(line) < 80 else "".join(f"\n      {x}" for x in shown)
+
+
+def does_nothing(function: Callable[..., Any]) -> bool:
+    """Whether the body of a function is empty, as an exercise's is before it is answered."""
+
+    def empty() -> None: ...
+
+    function = getattr(function, "py_func", function)  # what @kernel was given
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_code == empty.__code__.co_code
 
 
 def _raised(error: Exception, got: Any) -> str:
@@ -251,10 +265,13 @@ def difference(got: Any, expected: Any, within: float = 1e-6) -> str:
         return f"got {show(got)}, which is not a number or an array"
     if b.dtype.kind == "b" and not b.ndim and a.dtype.kind != "b":
         return f"got {show(got)}, which is neither True nor False"
+    if callable(got):
+        return f"got {show(got)}; call it, and give what it returns"
     if a.dtype.kind not in "biuf":
-        return f"got {show(got)}, which is not a number or an array of numbers"
-    if a.size == 1 and a.ndim and not b.ndim:
-        return f"got {show(got)}; give one number, without brackets"
+        quoted = "; write numbers without quotes" * isinstance(got, str)
+        return f"got {show(got)}, which is not a number or an array of numbers{quoted}"
+    if a.ndim and not b.ndim:
+        return f"got {show(got)}; give one number" + ", without brackets" * (a.size == 1)
     if a.shape != b.shape:
         return f"got {show(got)}; its shape must be {b.shape}, not {a.shape}"
     if b.dtype == np.int8 and a.dtype != b.dtype:
@@ -299,4 +316,6 @@ def show(x: Any) -> str:
         return f"array {x.shape} {x.dtype} [{head}{', ...' if x.size > 4 else ''}]"
     if isinstance(x, (float, np.floating)):
         return f"{x:.6g}"
+    if callable(x):
+        return f"the function {getattr(x, '__name__', repr(x))}"
     return repr(x.item() if isinstance(x, np.generic) else x)

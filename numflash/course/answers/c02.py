@@ -9,7 +9,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.errors import NumbaError
 
 from ...jit.compiler import kernel
-from ..exercises import Exercise, difference
+from ..exercises import Exercise, difference, does_nothing
 from .kernels import not_compiled
 
 
@@ -79,7 +79,10 @@ def _compiled(answer: Any) -> str:
         except NumbaError as error:
             return not_compiled(error)
         if np.isnan(out).all():
-            return "open"
+            nothing = (
+                "it ran, but stored nothing in `out`; a value that it returns is not looked at"
+            )
+            return "open" if does_nothing(answer) else nothing
         fault = difference(out.astype(float), exact, 1e-5 * max(1.0, scale))
         if fault:
             return f"{length} queries, {keys} keys, D = {d}, scale {scale:g}: {fault}"

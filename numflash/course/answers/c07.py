@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..exercises import Exercise
+from ..exercises import Exercise, does_nothing
 
 PARTS = ("scores", "softmax", "merge", "values")
 
@@ -48,7 +48,7 @@ def _fused(answer: Any) -> str:
     for blocks in (5, 1):
         machine = Machine()
         answer(machine, blocks)
-        if not machine.done and blocks == 5:
+        if not machine.done and does_nothing(answer):
             return "open"
         if machine.fault:
             return machine.fault
