@@ -40,15 +40,15 @@ from numflash.cpu.study import ladder, ladder_float
 # has three vectors of D numbers: a *query* (what it looks for), a *key* (what it can be found by) and a *value* (what it gives).
 #
 # * **L** is the number of queries, **S** the number of keys (often the same tokens, so L = S). **D** is the length of the vectors,
-#   typically 64 or 128.
+#   typically 64 or 128. The D places of a vector are also called *channels*.
 # * **Q** (L x D), **K** (S x D) and **V** (S x D) hold these vectors as rows.
 # * The **score** S[i, j] is the dot product of query i and key j, divided by sqrt(D): how well the two fit. (By custom S is the name of
 #   two things: of this matrix, and of the number of keys. "L x S" is a size, "softmax(S)" the matrix. In code the matrix is a small `s`.)
 # * **P** = softmax(S), row by row: each score becomes a weight exp(score), and the weights of a row are divided by their sum.
 # * The output **O** (L x D) is P V: row i is the mean of all values, with the weights of row i.
 #
-# A model does this many times side by side with different vectors. One such attention is a **head**; a layer has 8 to 128 of them.
-# In this course one head is enough nearly always.
+# A model does this many times side by side with different vectors. One such attention is a **head**; a layer has 8 to 128 of them. In
+# this course one head is nearly always enough.
 #
 # Pictures that move play by themselves. In Jupyter they have sliders as well: step through them, and change their sizes.
 
@@ -74,8 +74,9 @@ assert np.abs(attention(query, key, value) - exact).max() < 1e-6
 # multiplies all its weights by the same factor, and the division by their sum cancels it. So the result is the same, and no weight is
 # larger than 1.
 #
-# How much work is it? Q K^T needs L x S dot products of D multiplications and D additions; P V as many. Together 4 L S D operations. The
-# inputs and the output are only 4 L D numbers. Between them is the matrix of L x S scores.
+# How much work is it? Q K^T needs L x S dot products of D multiplications and D additions; P V as many. Together 4 L S D operations.
+# (Softmax adds a few for each score; with D = 64 or more they are a small part, and we leave them out.) With S = L, the inputs and the
+# output are only 4 L D numbers. Between them is the matrix of L x S scores.
 #
 # **Exercise 1.** How many MiB (2**20 bytes) does the float32 score matrix of one head take at L = S = 4096?
 #
@@ -97,7 +98,8 @@ check("00.1", mebibytes)
 # Let us count that. `ladder_float.naive` is the definition as a compiled kernel, one loop for each line above. It is the first **rung**
 # of a ladder: the course climbs from it to a fast kernel, one change per rung.
 #
-# `@kernel` is Numba's compiler with this package's options: it turns a Python function of loops into machine code. The first call
+# `@kernel` is Numba's compiler with this package's options: it turns a Python function of loops into machine code. (`float_math=True` is
+# one of them: the compiler may add floats in another order than the one written. Chapter 05 shows what it does with that.) The first call
 # compiles, which takes seconds; the calls after it run the machine code. There is one machine code for each combination of argument
 # types, so float32 and float64 arrays are compiled separately. Inside, a loop over single numbers is fast, while each temporary array (as
 # in `a + b` of two arrays) costs memory and time. A literal like 0.5 is a float64 and turns what it meets into float64; `np.float32(0.5)`
@@ -113,7 +115,8 @@ print(inspect.getsource(ladder_float.naive.py_func))
 # 2**(x log2(e)) is e**x.)
 #
 # `trace` runs this very source in the interpreter, on arrays that count every access, with a model of a cache. Our arrays are small, so
-# the model's cache is small too: 4 KiB, while K alone has 6 KiB. Real sizes have the same ratio, a thousand times larger.
+# the model's cache is small too: 4 KiB, while K alone has 6 KiB. Real arrays and real caches are both several hundred times larger: K of
+# 16,384 tokens with 64 channels has 4 MiB, and a core has a cache of 1 or 2 MiB to itself.
 #
 # In the table below, loads and stores count numbers that the kernel reads and writes, near or far. "lines" is how many cache lines an
 # array has. "from memory" is 64 bytes for every line that was not in the cache when it was needed, "to memory" the lines written back.
@@ -195,8 +198,8 @@ check("00.2", bytes_of_k_and_v, online, tiled)
 # %% [markdown]
 # ## The picture
 #
-# Each dot is a line of K that comes from memory, in the same stretch of time. (A row of K is one line here: 16 numbers of 4 bytes.) Naive: a sweep through all of K for every row.
-# Tiled: a block of 16 lines comes, and is used for 16 rows before the next one.
+# Each dot is one line of K that comes from memory. Both pictures show the first 40,000 accesses. (A row of K is one line here: 16 numbers
+# of 4 bytes.) Naive: all lines of K come again for every row. Tiled: 16 lines come, and are used for 16 rows before the next 16 come.
 
 # %%
 fig, axes = figure(3, width=11, height=3.4, width_ratios=(1, 1, 1.1))
@@ -214,11 +217,12 @@ bars(axes[2], {name: r.moved / 1e3 for name, r in runs.items()} | {"each once": 
 # %% [markdown]
 # ## When memory decides, and when it does not
 #
-# No order of work moves less than Q, K, V and O once each. Two times bound a kernel from below: the bytes that it moves divided by what
-# the memory delivers per second, and its operations divided by what the processor computes per second. The larger one is the limit. The
-# naive kernel moves its score matrix five times, as counted above. A kernel like `tiled`, which does all steps for one tile before the next, is called
-# *fused*; with a tile that fits the cache it does not move the matrix at all. For one core of this machine with measured
-# figures, and for an H100 GPU with those of its data sheet (989 TFLOP/s of float16 products, 3.35 TB/s; 2 bytes a number):
+# No order of work moves less than Q, K, V and O once each. A kernel needs at least the larger of two times: the bytes that it moves,
+# divided by what the memory delivers per second; and its operations, divided by what the processor computes per second. The larger one is
+# called its limit. The naive kernel moves its score matrix five times, as counted above. A kernel like `tiled`, which does all steps for
+# one tile before the next, is called *fused*; with a tile that fits the cache it does not move the matrix at all. For one core of this
+# machine with measured figures, and for an H100 GPU with those of its data sheet (989 TFLOP/s of float16 products, 3.35 TB/s; 2 bytes a
+# number):
 #
 # (`roof()` measures the most that this machine can do, its *peaks*, with loops that do nothing else. 1 GFLOP/s is 10^9 operations on
 # floats per second, 1 TFLOP/s a thousand times that; GOP/s counts operations on integers in the same way. The peak of INT8, integers of
@@ -237,19 +241,22 @@ for n, head_dim in ((512, 64), (4096, 64), (4096, 128)):
 table(["one head", "arithmetic, ms", "scores to memory, ms", "Q, K, V, O once, ms", "H100: arithmetic, us", "H100: scores, us"], rows)
 
 # %% [markdown]
-# On the H100 the trips of the scores take many times as long as the arithmetic: a naive kernel leaves the chip idle most of the time, and
-# that is why FlashAttention was invented. (The scores of one head, 32 MiB at L = 4096, would fit the H100's second-level cache of 50 MB;
-# those of the 32 heads of a layer do not.) On this one core the two are of the same order: arithmetic is slow enough that memory nearly
-# keeps up, and large caches catch part of the traffic. (A processor has caches of several sizes, one behind the other; the 1 MiB of
-# scores at L = 512 stays in the second or the third of them.) So on a CPU core tiling alone brings little; chapter 02 measures it. What
-# it brings is the freedom to make the arithmetic itself fast (chapters 05 to 07): then memory would be the limit again.
+# On the H100 the trips of the scores take 6 to 12 times as long as the arithmetic: with a naive kernel the arithmetic units wait most of
+# the time. That is why FlashAttention was invented. (The scores of one head, 32 MiB at L = 4096, would fit the H100's second-level cache
+# of 50 MB; those of the 32 heads of a layer do not.) One CPU core computes thousands of times more slowly than the H100, but its memory
+# is only about a hundred times slower. So its first two columns are of the same order (at D = 64 nearly equal on the machine of this
+# page), and large caches hold a part of the matrix. (A processor has caches of several sizes, one behind the other; the 1 MiB of scores
+# at L = 512 stays in the second or the third of them.) So on a CPU core tiling alone brings little; chapter 02 measures it. But once the
+# arithmetic is made fast (chapters 05 to 07), memory would be the limit, and tiling prevents that.
 #
-# **Exercise 3.** Which of the two limits *fused* attention at L = 4096, D = 64 on this machine: "memory" or "arithmetic"? Look at the
-# columns "arithmetic" and "Q, K, V, O once".
+# **Exercise 3.** A *fused* kernel moves Q, K, V and O once, and no scores. Its times are the columns "arithmetic" and "Q, K, V, O once":
+# one grows with L squared, the other with L. So a short sequence is limited by memory, a long one by arithmetic. At which L are the two
+# times equal on your machine (S = L, float32)? Use `peak.float32`, operations per second, and `peak.read`, bytes per second. The answer
+# need not be a whole number.
 
 # %% tags=["exercise"]
-answer = ...
-check("00.3", answer, rows)
+equal_at = ...
+check("00.3", equal_at, peak)
 
 # %% [markdown]
 # This is the main idea of FlashAttention: the same sums, in an order that keeps in the cache what is needed next.

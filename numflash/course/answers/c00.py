@@ -29,8 +29,9 @@ def _by_the_traces(answer: Any, *reports: Any) -> str:
     return f"for length 192, d 32 and block_q 8: {fault}" if fault else ""
 
 
-def _limit(rows: Any) -> str:
-    return "arithmetic" if rows[1][1] > rows[1][3] else "memory"
+def _equal_at(peak: Any) -> float:
+    """L at which 4 L L D operations take as long as 4 L D numbers of 4 bytes."""
+    return 16 * peak.float32 / (4 * peak.read)
 
 
 EXERCISES = {
@@ -53,11 +54,13 @@ EXERCISES = {
         slip=("2 * length", "length"),
     ),
     "00.3": Exercise(
-        "what limits fused attention",
+        "L at which both times are equal",
         (
-            "Compare the second and the fourth column of the second row: the larger time is the limit.",
+            "Write both times with L and D: 4 * L * L * D operations, and 4 * L * D numbers of 4 bytes.",
+            "4 * L * L * D / peak.float32 = 4 * 4 * L * D / peak.read. Solve it for L: D and one L cancel.",
         ),
-        expected=_limit,
-        allowed=("memory", "arithmetic"),
+        expected=_equal_at,
+        within=0.02,  # a whole number will do
+        slip=("4 * peak", "peak"),
     ),
 }
