@@ -74,8 +74,8 @@ drawings.online_softmax((1, 3, 2, 6, 5, 6))
 #
 # A kernel takes a *block* of scores at a time: one maximum of the block, one shrink, then the weights of the whole block.
 #
-# **Exercise 1.** Write one step: the scores `s` (n,) and values `v` (n, d) of a block meet the state (m, l, o). Return the new state as a
-# tuple. The first state is (-inf, 0, zeros).
+# **Exercise 1.** Write one step: take the state (m, l, o) and the scores `s` (n,) and values `v` (n, d) of one block. Return the new
+# state as a tuple. The first state is (-inf, 0, zeros).
 
 # %% tags=["exercise"]
 def step(state, s, v):
@@ -155,14 +155,15 @@ check("01.4", answer)
 # %% [markdown]
 # ## The picture
 #
-# One row of real attention. Left: its scores as they arrive, and the staircase m above them, block by block. Right: how the weighted sum
-# of all keys grows, and l after each block relative to its end. Ten keys that fit the query well arrive in the third block. The staircase
-# rises, and what was summed before nearly vanishes: look at the first two squares.
+# One row of attention. Left: its scores as they arrive, and m (the black lines), which changes at most once in a block. Right: the sum of
+# the weights from the first key up to each key, as a share of the sum of all, and l after each block (the squares), multiplied by the
+# shrinks that follow. Ten keys that fit the query well arrive in the third block. m rises there, and all that was summed before becomes a
+# small share: compare the first two squares with the last two.
 
 # %%
 length, d, block = 512, 64, 128
 query, key, value = (rng.standard_normal((length, d)) for _ in range(3))
-key[300:310] += 0.8 * query[7]                             # ten keys that row 7 will find interesting
+key[300:310] += 0.8 * query[7]                             # ten keys that fit query 7 well
 t = key @ query[7] * np.log2(np.e) / np.sqrt(d)
 state, stairs = (-np.inf, 0.0, np.zeros(d)), []
 for first in range(0, length, block):
@@ -184,10 +185,10 @@ _ = axes[1].legend(loc="upper left", fontsize=8)
 # %% [markdown]
 # ## How exact is it?
 #
-# Shrinking is a multiplication, so it rounds, once per block and number. Against float64, the one-pass kernels of the ladder and a
-# two-pass softmax in float32 have errors of the same size: the single pass costs no accuracy. (The *relative L1 error* is the sum of all
-# errors' magnitudes, divided by the sum of the exact numbers' magnitudes. `ladder.prepare(name, q, k, v)` returns a rung of the ladder,
-# compiled and ready to call.)
+# Shrinking is a multiplication, so it rounds, once per block and number. The table compares with float64: the one-pass kernels of the
+# ladder and a two-pass softmax in float32 have errors of the same size. So the single pass costs no accuracy. (The *relative L1 error* is
+# the sum of all errors' magnitudes, divided by the sum of the exact numbers' magnitudes. `ladder.prepare(name, q, k, v)` returns a rung
+# of the ladder, compiled and ready to call.)
 
 # %%
 q, k, v = (x.astype(np.float32) for x in (query, key, value))
