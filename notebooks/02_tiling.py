@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 02. Tiling and caches
 #
-# After this chapter you can add up the working set of a tile, tell from it what a cache of a given size will do, and draw the
-# roofline of your machine with measured peaks and put kernels on it.
+# After this chapter you can add up the bytes that a tile needs, predict from them what a cache of a given size will do, and place kernels
+# in a picture with the two limits of your machine, its roofline.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** Add up what the inner loop touches: the largest tile that fits the cache moves the fewest bytes.
@@ -35,28 +35,29 @@ print({level: f"{size / 1024:.0f} KiB" for level, size in caches.levels()}, f"li
 # %% [markdown]
 # ## Adding up
 #
-# The inner loop of fused attention touches a tile of Q, a block of K and one of V, the scores between them, and the rows of O
-# that they go into. All of it must stay in a cache that the loads can keep up with: that sum is the *working set*. Tilings
-# are data in this package, and add themselves up. The example is one for the A64FX, the processor of the supercomputer Fugaku; the names
-# of its parts are those of chapter 00.
+# The inner loop of fused attention uses a tile of Q, a block of K and one of V, the scores between them, and the rows of O to which the
+# values are added. The sum of their bytes is the *working set*. It should fit a cache that delivers bytes as fast as the loop loads them.
+# In this package the block sizes of a kernel are a table, a *tiling*, which can print its parts. The example is one for the A64FX, the
+# processor of the supercomputer Fugaku; the names of its parts are those of chapter 00.
 
 # %%
-example = TILINGS["a64fx-fused-48x64"]               # 48 query rows x 64 keys, on Fugaku's processor
+example = TILINGS["a64fx-fused-48x64"]               # 48 query rows x 64 keys
 parts = example.explain(128).splitlines()
 print("\n".join(line for line in parts if " B = " in line))
 
 # %% [markdown]
-# (These are the parts; their sum is the exercise. O and S are kept in 4 bytes a number, Q, K and V in one.)
+# (O and S are kept in 4 bytes a number, Q, K and V in one. "state" is four float32 numbers per row, m and l among them.)
 #
-# **Exercise 1.** Add up Q 6 KiB, K 8, V 8, O 24, S 12, and a state of 48 rows of 4 float32 numbers. How many KiB is it really?
+# **Exercise 1.** How many KiB does the working set take if a block has 96 keys instead of 64? The 48 rows and D = 128 stay. Decide for each
+# of the six parts whether it grows.
 
 # %% tags=["exercise"]
 kibibytes = ...
 check("02.1", kibibytes)
 
 # %% [markdown]
-# It fits the 64 KiB of that processor's first-level cache, with 8 % to spare. It is easy to forget the scores and the state: Q, K, V
-# and O alone are 46 KiB.
+# The 48 x 64 tile takes 58.75 KiB. It fits the 64 KiB of that processor's first-level cache, with 8 % to spare; with 96 keys it does not.
+# It is easy to forget the scores and the state: Q, K, V and O alone are 46 KiB.
 #
 # The same for the shipped kernel on this machine's vector registers. (Where the machine has AMX, calls use another kernel; the course
 # stays with vectors: chapter 06.) It works on integers of 8 bits (chapter 03 says how a float becomes one), so most numbers take one
@@ -70,8 +71,8 @@ mine = TILINGS[f"{isa}-int8"]
 print(mine.explain(128))
 
 # %% [markdown]
-# Where that is more than the first level, K and V stream from the second: each of their bytes is used by all rows of the tile when it comes. A
-# working set tells which cache to look at, not how fast a kernel is; chapter 07 measures that.
+# Where that is more than the first-level cache, K and V come from the second level again for every tile; each byte that comes is used by
+# all rows of the tile. A working set tells which cache a kernel reads from, not how fast the kernel is; chapter 07 measures that.
 #
 # ## What a cache does with it
 #
@@ -120,7 +121,7 @@ check("02.2", largest_block_q)
 
 # %% [markdown]
 # Move the slider: the working set of tiles with 64 keys of D = 64 against this machine's first-level cache. (In Jupyter, change D, the
-# number of keys and the cache too: which of them moves the largest tile most?)
+# number of keys and the cache too. Which of the three changes the largest tile that fits the most?)
 
 # %%
 drawings.tile_against_cache(64, 64, caches.l1 // 1024, (6, 12, 24, 48, 96, 192))
@@ -145,9 +146,10 @@ for block_q, block_k in ((6, 8), (24, 32), (48, 64), (192, 256), (960, 1024)):
 table(["tile", "working set", "of the first-level cache", "ms", "GFLOP/s"], rows)
 
 # %% [markdown]
-# The times do not follow the traffic: at these speeds the caches keep up, so fewer bytes alone bring no time. K and V take 1 MiB together at this size; where a cache of the second or third level holds them, no tile reads
-# them from memory, and what is left are other differences, for example how often the inner loops start. And all rows are far
-# from the peak, for a reason that the roofline narrows down.
+# On the machine of this page the times do not follow the traffic: this loop is so slow that the caches deliver fast enough, and fewer
+# bytes save no time. K and V take 1 MiB together at this size. Where a cache of the second or third level holds them, no tile reads them
+# from memory, and other differences remain, for example how often the inner loops start. All rows are far below the float32 peak. The
+# roofline tells whether memory is the reason.
 #
 # ## The roofline
 #
@@ -206,11 +208,11 @@ _ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory",
 # %% [markdown]
 # ## What the picture says, and what it does not
 #
-# `naive` may be as fast as `tiled`: the caches keep up with the bytes of both. `online` is above the slanted roof or close to it: K and V
-# come from a cache, not from memory. From `tiled` on, memory is not the
-# limit: the points are to the right of where the roofs meet, and still far below the flat one. The roofline says that something
-# *else* limits them, but not what. It is inside the core: every multiply-add of these loops loads an operand and the sum that
-# it adds to. That is the subject of chapters 05 and 06; the point of the fused integer kernel shows what they gain.
+# `naive` may be as fast as `tiled`: the caches deliver the bytes of both fast enough. `online` is above the slanted roof or close to it:
+# K and V come from a cache, not from memory. From `tiled` on, memory is not the limit: the points are to the right of where the roofs
+# meet, and still far below the flat one. The roofline says that something *else* limits them, but not what. It is inside the core: every
+# multiply-add of these loops loads an operand and the sum that it adds to. That is the subject of chapters 05 and 06; the point of the
+# fused integer kernel shows what they gain.
 #
 # ## A kernel of your own
 #
