@@ -9,7 +9,8 @@
 # * find out where the error of an integer kernel comes from, on real activations, and what attention sinks have to do with it,
 # * recognise an error figure that says nothing.
 #
-# The activations are those of a sentence encoder, all-MiniLM-L6-v2: layer 2, 12 heads, 512 tokens, D = 32.
+# *Activations* are the numbers that a trained model computes for a text, here Q, K and V. Those of this chapter come from a sentence
+# encoder, all-MiniLM-L6-v2: layer 2, 12 heads, 512 tokens, D = 32.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** An 8-bit number costs half a step of error, and the largest entry sets the step.
@@ -61,8 +62,8 @@ print(f"{peak.int8 / 1e9:.0f} GOP/s in int8 ({peak.isa}), {peak.float32 / 1e9:.0
 # %% [markdown]
 # ## 127 steps to each side
 #
-# Symmetric quantisation: one float `scale`, the largest magnitude divided by 127; store round(x / scale); read it as stored *
-# scale.
+# Symmetric quantisation: one float, the `scale`, is the largest magnitude divided by 127. Store round(x / scale), an integer from -127 to
+# 127; it is read back as stored * scale. Neighbouring integers are one scale apart, so the scale is the size of a *step*.
 #
 # **Exercise 1.** Quantise a vector: return the int8 values and the scale.
 
@@ -84,8 +85,8 @@ print(f"largest error {np.abs(stored * step - row).max():.5f}, half a step is {s
 assert np.abs(stored * step - row).max() <= step / 2 * 1.001
 
 # %% [markdown]
-# So the error is known beforehand: at most half a step, its root mean square about step / sqrt(12) (that of errors spread evenly over a
-# step), and the step is set by the *largest* entry.
+# So the error is known beforehand: at most half a step; its root mean square (RMS) is about step / sqrt(12), the value for errors spread
+# evenly over a step. And the *largest* entry sets the step.
 #
 # ## Which entries share a scale?
 #
@@ -126,9 +127,9 @@ assert relative_l1(restored, real) < 0.02
 # %% [markdown]
 # ## Smoothing the keys
 #
-# `k.offset`, just subtracted, is the mean of each channel over all keys (SageAttention, section 4.2). Channels of K often have a mean
-# far from zero; then most of the steps are spent on a part that all keys have in common. May one take it away? A vector m taken
-# from every key lowers the scores of row i by the same number for all keys.
+# `k.offset`, just subtracted, is the mean of each channel over all keys (SageAttention, section 4.2). Channels of K often have a mean far
+# from zero; then most of the 127 steps represent a part that all keys have in common. May one take it away? A vector m taken from every
+# key lowers the scores of row i by the same number for all keys.
 #
 # **Exercise 3.** By what number, per row? Given are `q` (rows, D) and `m` (D,); return what each row's scores lose. (The scale of a score is
 # 1 / sqrt(D).)
@@ -172,9 +173,9 @@ table(("keys", "largest mean / spread of a channel", "relative L1", "smoothed"),
 assert smoothing["8 biased channels"][0] > 2 * smoothing["8 biased channels"][1]
 
 # %% [markdown]
-# With biased channels it is worth a factor. On this layer it is worth next to nothing: its means are no larger than a few
-# spreads, and, as we shall see, K is not where most of its error comes from. The package always does it: it costs one pass over
-# K.
+# With biased channels the error falls to less than half. On this layer it hardly changes: the means are at most four times the spread
+# (the standard deviation) of their channel, and most of the error does not come from K, as the next section shows. The package always
+# does it: it costs one pass over K.
 #
 # ## Where the error comes from
 #
@@ -199,9 +200,9 @@ floor = error["Q, K, V rounded: the floor"]
 assert error["weights in 8 bits"] >= floor
 
 # %% [markdown]
-# Independent errors add by their squares: the total's square is the sum of the parts' squares. So what the total has beyond these
-# parts, in squares, is what the rest costs, which is nearly all rounding P to 8 bits. ("kernel, pv fp32" may be below the floor: it keeps V in float, and the
-# floor counts V rounded to 8 bits as well. Its own floor is Q and K rounded.)
+# Independent errors add by their squares: the square of the total is the sum of the squares of the parts. So take the square of the error
+# of "weights in 8 bits", subtract the square of the floor, and the rest is nearly all from rounding P to 8 bits. ("kernel, pv fp32" may
+# be below the floor: it keeps V in float, and the floor counts V rounded to 8 bits as well. Its own floor is Q and K rounded.)
 
 # %%
 together = np.sqrt(sum(error[f"{x} rounded"] ** 2 for x in "QKV"))
@@ -212,8 +213,15 @@ assert abs(together / floor - 1) < 0.2
 # %% [markdown]
 # ## Five figures
 #
-# One figure hides what another shows, so `numflash.accuracy(query, key, value)` always reports five, for your own tensors if you like. Here they
-# are for the outputs above:
+# One figure hides what another shows, so `numflash.accuracy(query, key, value)` always reports five, for your own tensors if you like:
+#
+# * cosine: of the angle between the output and the exact one, both taken as one long vector (1 is right),
+# * relative L1: the sum of all errors' magnitudes, divided by that of the exact numbers' magnitudes,
+# * RMSE: the root mean square of the errors,
+# * max abs: the largest error,
+# * worst row: the largest relative L1 error of a single row.
+#
+# Here they are for two outputs above:
 
 # %%
 found = {name: errors(sources[name], exact) for name in ("weights in 8 bits", "kernel, pv fp32")}
@@ -222,7 +230,7 @@ table(("precision", "cosine", "relative L1", "RMSE", "max abs", "worst row"),
        for name, e in found.items()])
 
 # %% [markdown]
-# A cosine of 0.9999, and one row that is a third off. Look at that row:
+# The cosine is 0.9999, and yet one row is wrong by a third. Look at that row:
 
 # %%
 out = sources["weights in 8 bits"]
@@ -250,9 +258,9 @@ assert lost.sum() == 121
 
 # %% [markdown]
 # This is an *attention sink* ([StreamingLLM](https://arxiv.org/abs/2309.17453)): the head puts its weight on a token whose value is
-# nearly zero, when no other token is of interest. The output is made of what is left. That is small beside the largest weight of the
-# block, and the block's largest weight sets the step: 8 bits do not hold the rest. (The step is 1/255 of the next power of two above the
-# largest weight: chapter 04.)
+# nearly zero, when no other token is of interest. So the output consists of the other tokens' values. Their weights are small beside the
+# largest weight of the block, which sets the step: most of them are less than half a step, and 8 bits round them to 0. (The step is 1/255
+# of the next power of two above the largest weight: chapter 04.)
 #
 # ## The cure
 #
@@ -263,7 +271,7 @@ assert lost.sum() == 121
 # * Their weights have 12 bits.
 # * The other keys of the block then have a largest weight of their own, so that their 8 bits are used for what is left.
 #
-# Four keys of thousands cost next to nothing, and nothing changes for the others. The rows with a sink, in the three pipelines:
+# Four keys among thousands take hardly any time. The rows with a sink, in the three pipelines:
 
 # %%
 unnormalised = np.exp(query[0, head] @ key[0, head].T / np.sqrt(32))
@@ -281,7 +289,7 @@ assert sinks["as shipped: first keys apart"][0] < sinks["weights in 8 bits"][0] 
 # %% [markdown]
 # ## A figure that says nothing
 #
-# A kernel is called correct at a "max error < 5.0". Its test data is N(0, 1). Which kernels pass?
+# Suppose that a test calls a kernel correct if its largest error is below 5.0. Its data is drawn from N(0, 1). Which kernels pass?
 
 # %%
 q2, k2, v2 = (rng.standard_normal((1, 1, 2048, 128)).astype(np.float32) for _ in range(3))
@@ -294,8 +302,8 @@ for name, kernel in (("the int8 kernel", numflash.attention(q2, k2, v2, precisio
 assert np.abs(output).max() < 5 and np.sqrt((output**2).mean()) < 0.05
 
 # %% [markdown]
-# All zeros is a real case: it is what a kernel returns that divides by the row sum first and rounds to 8 bits then. With 2048 keys
-# of about the same score, each probability is 1/2048, and in units of 1/255:
+# All zeros is a real case. A kernel returns them if it divides the weights by the row sum first and rounds them to 8 bits afterwards.
+# With 2048 keys of about the same score, each probability is 1/2048. In units of 1/255:
 
 # %%
 score = np.zeros(2048)                                     # all keys alike
