@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 06. The register tile
 #
-# After this chapter you can say why a loop that is vectorised perfectly still runs at a few per cent of the peak, choose the
+# After this chapter you can say why a loop that consists of vector instructions still runs at a few per cent of the peak, choose the
 # shape of a register tile from a few numbers of the machine, and predict what happens when it is too small or too large.
 
 # %% [markdown] tags=["map"]
@@ -80,7 +80,7 @@ print(f"{isa}: a lane takes {group} numbers of {32 // group} bits, a vector has 
 # key that is loaded serves four products.
 #
 # All three are compiled to vector instructions (chapter 05 reads them), and all three reach a small part of the peak. Their lanes hold
-# *channels* of one product, so at the end of every product the lanes of a register must be added up: for 128 channels that takes as
+# *channels* of one product, so at the end of every product the lanes of a register must be added up: for 128 channels that takes about as
 # many instructions as the products themselves. And each product loads both of its operands.
 
 # %%
@@ -134,10 +134,11 @@ table(["loop", "GOP/s", "share of the INT8 peak"], [[n, x, f"{1e11 * x / peak.in
 # %% [markdown]
 # ## What is missing
 #
-# A dot product needs two loads for a multiplication, and ends in adding up the lanes of a register. A *register tile* turns
-# the problem: each lane of a vector holds a different *key* (K is stored in this order beforehand, it is *packed*), one group of channels of a
-# query row is broadcast against it, and the sums of `mr` rows times `nv` vectors stay in their registers until they are done. No lanes
-# are ever added up: each lane is the score of its own key.
+# A dot product needs two loads for a multiplication, and ends in adding up the lanes of a register. A *register tile* gives the lanes
+# another meaning: each lane of a vector holds a different *key*. (K is stored in this order beforehand, it is *packed*.) One group of
+# channels of a query row is broadcast to all lanes, and one dot instruction multiplies it with all these keys. The sums of `mr` rows
+# times `nv` vectors stay in their registers until all channels are done. No lanes are ever added up: each lane is the score of its own
+# key.
 #
 # Per step of one group (4 channels, or 2 with AVX2), a tile loads `nv` vectors of K and `mr` broadcast words of Q, and does `mr * nv` dot instructions. Step through
 # one: each K vector, once loaded, serves all rows, and each word of Q serves all vectors.
@@ -195,18 +196,18 @@ table(["tile", "sums", "registers", "loads per dot", "GOP/s", "share of the INT8
 # **Exercise 2.** How many independent sums keep a machine busy whose dot instruction has a latency of `latency` cycles and can start
 # `per_cycle` times a cycle?
 #
-# **Exercise 3.** Does a tile of 6 x 4 have enough sums on the A64FX? (True or False)
+# **Exercise 3.** The shipped tile of the A64FX is 6 x 4. With nv = 4, what is the smallest number of rows `mr` that has enough sums there?
 
 # %% tags=["exercise"]
 def sums_needed(latency, per_cycle):
     return ...
 
 
-enough = ...
+fewest_rows = ...
 
 
 check("06.2", sums_needed)
-check("06.3", enough)
+check("06.3", fewest_rows)
 
 # %% [markdown]
 # ## A tile to write
@@ -263,9 +264,9 @@ for shape in ((6, 4), (8, 4)):
 # %% [markdown]
 # ## Matrix tiles
 #
-# Some Intel processors go one step further: AMX has eight registers of 16 x 64 bytes, and one instruction multiplies two of them, 16 rows by
-# 16 keys by 64 channels, into a third. It is a register tile in hardware: what this chapter builds from 24 vectors and 37 instructions is
-# one register and one instruction. The shipped kernel uses it where it exists; the course stays with vectors, which every machine has.
+# Some Intel processors go one step further: AMX has eight registers of 16 x 64 bytes, and one instruction multiplies two of them, 16 rows
+# by 16 keys by 64 channels, into a third. It is a register tile in hardware: one register holds 16 x 16 sums, and one instruction adds 64
+# channels to each of them. The shipped kernel uses it where it exists; the course stays with vectors, which every machine has.
 
 # %%
 if "amx_int8" in target.available():
@@ -277,9 +278,9 @@ else:
 # %% [markdown]
 # ## Alignment
 #
-# On some cores the address at which K starts matters as well. The table says whether it does here. A cache line is 64 bytes. If K starts
-# 16 bytes after the start of a line, *every* load of 64 bytes (a vector of 512 bits) touches two lines; of loads of 32 bytes, every
-# second one does. NumPy aligns arrays to 16 bytes, not to 64.
+# On some cores the address at which K starts changes the speed as well. The table shows whether it does here. A cache line is 64 bytes.
+# If K starts 16 bytes after the start of a line, *every* load of 64 bytes (a vector of 512 bits) touches two lines; of loads of 32 bytes,
+# every second one does. NumPy aligns arrays to 16 bytes, not to 64.
 
 # %%
 placed = {offset: speeds[(*ship, offset)] for offset in (0, 16, 32)}

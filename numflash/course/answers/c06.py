@@ -114,9 +114,13 @@ EXERCISES = {
         slip=("latency * per_cycle", "latency + per_cycle"),
     ),
     "06.3": Exercise(
-        "6 x 4 is enough on the A64FX",
-        ("Compare the 24 sums of 6 x 4 with the answer for 9 cycles and 2 per cycle.",),
-        expected=True,
+        "fewest rows for enough sums on the A64FX",
+        (
+            "How many sums does exercise 2 give for 9 cycles and 2 per cycle? A tile has mr * nv.",
+            "Divide by nv = 4 and round up: with fewer sums the unit waits.",
+        ),
+        expected=lambda: -(-sums_needed(9, 2) // 4),
+        slip=("-(-9 * 2 // 4)", "9 * 2 // 4"),
     ),
     "06.4": Exercise(
         "a register tile of 2 x 2",
