@@ -76,18 +76,25 @@ shown(ladder_int8.make_unfused, "tiles, blocks = x.shape", "values(p[tile, b]")
 
 # %% [markdown]
 # Now fused. Only the order of the loops differs: the loop over key blocks `c` is outside, the four parts are inside. `x` and `p` hold the
-# scores and weights of one tile and one block, and every turn uses them again. The other names, here and above: `octave` is the maximum
-# of each row in this block, rounded up to a whole number of octaves, so that 2**octave is a power of two (chapter 04 says why), `total`
-# the sum of its weights, `m` and `l` are chapter 01's, `HIDDEN` is a score whose weight is 0 (a key after the end or hidden by a mask),
-# `UNSEEN` the m of a row that has attended to no key.
+# scores and weights of one tile and one block, and every turn uses them again. The other names, here and above:
+#
+# * `q` with `cq`, `keys`, `v`: Q with the scales of its rows, K with its scales, V; `row` is the first row of the tile, `c` the first key
+#   of the block,
+# * `octave`: the maximum of each row in this block, rounded up to a whole number, so that 2**octave is a power of two (chapter 04 says
+#   why); `octave_q8` is the same number as the integer softmax takes it,
+# * `total`: the sum of the weights of each row in this block (`sums` is scratch memory for it),
+# * `m`, `l` and `o`: the state of chapter 01; `scale` is 2**(octave - m), by which the sums of this block are multiplied,
+# * `HIDDEN`: a score whose weight is 0 (of a key after the end, or hidden by a mask); `UNSEEN`: the m of a row that has attended to no
+#   key.
 
 # %%
 shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
 
 # %% [markdown]
-# And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. The four parts are five calls: `block_scores` (1), `weigh` (2), `grow_rows` and
-# `add_sums` (3), `add_values` (4). (O grows before the weights are made, so that both know the new maximum.) The shipped kernel has more
-# options: masks, score functions, padding. Find the same calls in it; skip the rest.
+# And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. The four parts are five calls: `block_scores` (1), `weigh` (2),
+# `grow_rows` and `add_sums` (3), `add_values` (4). (`grow_rows` raises m, shrinks l and O, and computes `scale`. It comes before `weigh`,
+# which takes this `scale`.) The shipped kernel has more options: masks, score functions, padding. Find the same calls in it; skip the
+# rest.
 
 # %%
 calls = ("block_scores(job", "grow_rows(state", "weigh(scratch", "add_sums(total", "add_values(p")
@@ -131,9 +138,9 @@ table(["kernel", "ms", "GOP/s", "share of the INT8 peak", "MiB of scores and wei
 print(f"unfused takes {seconds['unfused'] / seconds['fused']:.2f} times as long as fused")
 
 # %% [markdown]
-# The gain is what the trips of scores and weights cost on this machine: 3 bytes for each of L x L scores are written to a cache further
-# away, or to memory, and read again. On a GPU, whose arithmetic is hundreds of times faster and whose memory is not, the same step
-# decides everything (chapter 00's table).
+# The gain is what the trips of scores and weights cost on this machine: 3 bytes for each of L x L scores are written to a larger, slower
+# cache or to memory, and read again. On a GPU the gain is far larger: its arithmetic is thousands of times as fast as that of one CPU
+# core, its memory only about a hundred times (chapter 00's table).
 #
 # ## Where the time goes now
 #
@@ -151,8 +158,8 @@ print(f"the two products alone: {products / 1e9:.0f} GOP/s, {100 * products / pe
 print(f"everything: {work / whole / 1e9:.0f} GOP/s, {100 * work / whole / peak.int8:.0f} %")
 
 # %% [markdown]
-# The two products run at what their register tile reaches (chapter 06), less what scaling the scores and adding to O costs. Softmax comes on
-# top, because within one core it follows the products instead of running beside them.
+# The two products run at the speed of their register tile (chapter 06), less the time for scaling the scores and adding to O. The time of
+# the softmax is added to theirs, because on one core it runs after the products and not beside them.
 #
 # **Exercise 3.** If softmax took half of its time, how many times faster would the entire kernel be? Write it for any dictionary of parts like
 # `parts`, which has the entry "softmax". (The kernel gains less than its part.)
