@@ -6,7 +6,7 @@
 # * read and write numbers like Q8.8, and say where they overflow,
 # * compute 2**x with one multiplication or two and a shift,
 # * draw the error of an approximation and see from the picture whether it is usable,
-# * follow a constant that was rounded too far from a shift instruction to the probabilities that it spoils,
+# * say what a constant that was rounded too far does to the probabilities,
 # * follow the integer kernel of this package through its key blocks.
 
 # %% [markdown] tags=["map"]
@@ -95,8 +95,8 @@ got = int(fx.exp2_quadratic(np.uint32(y)))
 print(f"y = {y} in Q8.8 is {y / 256}; 2**-y = {2 ** (-y / 256):.6f}; exp2_quadratic gives {got}, which is {got / 65536:.6f}")
 
 # %% [markdown]
-# The cheapest formula for the fraction is a straight line. A common one is `2^x = (256 + 177 * frac) >> (-int)`. 177/256 is ln 2, the slope of 2**f at f
-# = 0. A tangent leaves its curve, always to the same side:
+# The cheapest formula for the fraction is a straight line. A common one is `2^x = (256 + 177 * frac) >> (-int)`. 177/256 is nearly ln 2,
+# the slope of 2**f at f = 0. So the line is the tangent at f = 0, and everywhere else it lies below the curve:
 
 # %%
 VARIANTS = {"line177": "tangent line", "quadratic": "quadratic", "cubic": "cubic", "ultra": "2**floor"}
@@ -109,8 +109,8 @@ print(f"the line just below 1 gives {before:.3f}, and at 1 {after:.3f}: a jump o
 assert 0.153 < np.abs(errors["line177"]).max() < 0.155 and after / before > 1.17
 
 # %% [markdown]
-# Up to 15.4 % too small, and a jump at every whole number: a key whose score grows by one step of 1/256 gains 18 % of weight.
-# That is the formula computed correctly. Two mistakes in coding it make it much worse:
+# The weight is up to 15.4 % too small, and it jumps at every whole number: there a key whose score grows by one step of 1/256 gains 18 %
+# of weight. That is the formula computed correctly. Two mistakes in coding it make it much worse:
 
 # %%
 x = np.linspace(-1, 0, 1001)[1:-1]                         # between two whole numbers
@@ -125,7 +125,8 @@ assert truncated.min() < -0.37 and 88 < literal.max() < 90
 # %% [markdown]
 # ## Straight lines at their best
 #
-# **Exercise 2.** Which whole number in place of 177 makes the line meet itself at the octaves, so that nothing jumps?
+# **Exercise 2.** Which whole number in place of 177 makes the line continuous? (At the end of an octave, f = 1, it must have the value
+# with which the next octave starts.)
 
 # %% tags=["exercise"]
 slope = ...
@@ -197,8 +198,8 @@ assert cost["tangent line"] > 10 * cost["quadratic"]
 # %% [markdown]
 # ## A constant that was rounded too far
 #
-# A score q.k must be multiplied by log2(e) / sqrt(128) to count in octaves, and by 256 to count in Q8.8: by 32.64. Build
-# that number from two rounded ones, as integer code is tempted to:
+# A score q.k must be multiplied by log2(e) / sqrt(128) to count in octaves, and by 256 to count in Q8.8: by 32.64. Integer code often
+# builds such a number from two rounded ones:
 
 # %%
 exact_scale = 256 * np.log2(np.e) / np.sqrt(128)
@@ -254,7 +255,7 @@ assert abs(8357 / 65536 * 256 / exact_scale - 1) < 3e-6
 
 # %%
 query8, key8, value8 = (rng.standard_normal((1, 1, 512, 64)).astype(np.float32) for _ in range(3))
-key8[0, 0, 300:310] += 0.5 * query8[0, 0, 7]               # ten keys that row 7 will find interesting
+key8[0, 0, 300:310] += 0.5 * query8[0, 0, 7]               # ten keys that fit query 7 well
 problem = quantised(query8, key8, value8)
 steps = list(integer_steps(problem, 0, 0, plain=True))
 row = 7
@@ -263,9 +264,9 @@ table(["keys", "largest score, octaves", "block's octave", "m", "weights: larges
         f"{s.p[row].max()}, {s.p[row].sum()}", float(s.l[row])] for s in steps])
 
 # %% [markdown]
-# The third block holds the interesting keys: its octave is higher, m grows, and the l of the first two blocks shrinks to almost
-# nothing. Weights are bytes: 255 is 1.0 at the block's *own* octave, so that a block of small weights keeps all its bits. It enters the
-# running sums with a factor 2**(octave - m).
+# The third block holds the ten keys that fit: its octave is higher, so m grows, and the l of the first two blocks shrinks. Weights are
+# bytes: 255 is 1.0 at the block's *own* octave, so that a block of small weights keeps all its bits. It enters the running sums with a
+# factor 2**(octave - m).
 #
 # **Exercise 4.** In the table, by what factor (a number below 1) did the l of the first two blocks shrink when the third came?
 
