@@ -1,9 +1,12 @@
 # %% [markdown]
 # # 05. How LLVM vectorises it
 #
-# After this chapter you can read the machine code of a Numba kernel from within Python, for your CPU and for ones that you do
-# not have; tell whether a loop was vectorised and to what; and say what the compiler does with int8 on its own, and what it
-# cannot do.
+# After this chapter you can read the machine code of a Numba kernel from within Python, for your CPU and for ones that you do not have;
+# tell whether a loop was vectorised, and to which instructions; and say what the compiler does with int8 on its own, and what it cannot
+# do.
+#
+# Numba hands your function to *LLVM*, the compiler library that makes the machine code. To *vectorise* a loop is to compute several of
+# its turns with one vector instruction.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** A compiler vectorises a loop as it is written; it does not build a register tile.
@@ -52,8 +55,12 @@ def show(signature, most=12, **functions):
 # %% [markdown]
 # ## A float dot product
 #
-# The inner loop of Q.K^T. `kernel` is Numba's `njit` with this package's options; `float_math` allows the compiler to add in
-# another order and to contract a product and a sum into one instruction. Without it, it must not, and adds one by one.
+# The inner loop of Q.K^T. `kernel` is Numba's `njit` with this package's options; `float_math` allows the compiler to add in another
+# order and to contract a product and a sum into one instruction. Without it the compiler must add one number after the other.
+#
+# `show` prints the *hot loop*: the innermost loop, where nearly all time is spent. How to read it: on x86 the last operand is the result;
+# `%xmm1`, `%ymm1` and `%zmm1` are registers of 128, 256 and 512 bits; an operand in parentheses, as `32(%rax,%r9,4)`, is read from
+# memory. On Arm the first operand is the result, and memory is in brackets.
 
 # %%
 def dot(x, y):
@@ -257,9 +264,9 @@ for f in (in_array, in_variables):
     assert np.array_equal(tile, ys[:4].astype(np.int64) @ x)
 
 # %% [markdown]
-# The array version is scalar code; the variables become vectors. So the package writes its register tile in LLVM's own
-# language, once for all instruction sets (`numflash/cpu/int8/microkernels.py`), and leaves the loops around it to Numba. This is what comes
-# out, `vpdpbusd` and all, for an Intel server, and the `sdot` of an A64FX from the same source:
+# The array version is scalar code; the variables become vectors. So the package writes its register tile in LLVM's own language, once for
+# all instruction sets (`numflash/cpu/int8/microkernels.py`), and leaves the loops around it to Numba. This is the loop for an Intel
+# server, with `vpdpbusd`, and beside it the loop for an A64FX from the same source, with `sdot`:
 
 # %%
 def register_tile(isa):
