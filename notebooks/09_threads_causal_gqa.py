@@ -43,9 +43,9 @@ print(f"{most()} threads; tiles of {block_q} query rows x {key_block} keys")
 # %% [markdown]
 # ## Threads
 #
-# A query tile needs all keys and nothing of another query tile. So tiles are tasks: a thread takes the next number from a
-# shared counter (one atomic addition) until there are none. Nothing is shared but that counter; each thread has its own 20 KB
-# of scores.
+# A query tile needs all keys and nothing of another query tile. So tiles are tasks: a thread takes the next number from a shared counter
+# until there are no more tiles. (The counter is raised by an *atomic* addition: it reads, adds and writes in one step, so no two threads
+# get the same number.) Only that counter is shared; each thread has its own 20 KB of scores and weights.
 #
 # A row is computed by one thread from its first key to its last, in the same order whichever thread it is. So the bits are those of
 # one thread.
@@ -61,7 +61,7 @@ table(["threads", "ms", "times one thread", "GOP/s", "share of the peak of as ma
       [[n, 1e3 * t, seconds[1] / t, work / t / 1e9, f"{100 * work / t / roof(n, isa).int8:.0f} %"] for n, t in seconds.items()])
 
 # %% [markdown]
-# There are many more tiles than threads, so the arithmetic divides. What does not divide is packing K and V at the start (chapter 06's
+# There are many more tiles than threads, so the arithmetic divides evenly. Two things do not: packing K and V at the start (chapter 06's
 # order of keys), and the wait for the last tile at the end.
 #
 # **Exercise 1.** If `serial` of the time (0 to 1) stays on one thread and the rest divides evenly, how many times faster are
