@@ -4,8 +4,7 @@
 # After this chapter you can
 #
 # * say what one new token costs, and which ceiling it meets,
-# * divide its keys among workers and put the parts together again, with the division that a
-#   careless formula leaves out,
+# * divide its keys among workers and merge the parts, with the division that a common formula forgets,
 # * choose the number of splits, and say when none is best,
 # * explain the unified maximum of FlashDecoding++, its gain, and the test without which it is wrong,
 # * use the package's `KVCache`, and check it against its definition,
@@ -86,9 +85,9 @@ assert np.isclose(rows[1][1], 7 * rows[0][1])
 # (In prefill they gain next to nothing: chapter 09.) It takes a kernel that packs the 7 query heads of a group as rows of one
 # tile, so that each vector of K is read once and serves all of them.
 #
-# The ceiling of a float32 core here is `roof().float32`; at one operation per byte it would need as many bytes per second. That
-# is also why faster multiplication units change nothing for decode: a T4 does 65 TFLOP/s on tensor cores, but its 320 GB/s feed
-# only 0.32 TFLOP/s at one operation per byte.
+# A core does at most `roof().float32` operations per second. At one operation per byte it would have to read as many bytes per second,
+# which no memory delivers. That is also why faster multiplication units change nothing for decode: a T4 does 65 TFLOP/s on tensor cores,
+# but its 320 GB/s feed only 0.32 TFLOP/s at one operation per byte.
 
 # %%
 print(roof())
@@ -182,8 +181,8 @@ print(f"one KV head on {threads} threads; chosen: {split_count(1, 32768 // 128, 
 # from all scores, fixed beforehand from statistics of the model. No part then waits for a maximum, nothing is rescaled, and
 # parts simply add up. "Online softmax" and "unified max" exclude each other: a kernel has one or the other.
 #
-# Only it is not always right. A score too far above phi overflows, and if all are too far below, the sum loses its digits.
-# Every row must be tested, and computed again if it fails:
+# But it is not always right. A score too far above phi overflows, and if all are too far below, the sum loses its digits. Every row must
+# be tested, and computed again if it fails:
 
 # %%
 print(inspect.getsource(split_decode.unified.py_func))
@@ -218,8 +217,9 @@ print(f"split {1e3 * t_split:.2f} ms, unified {1e3 * t_unified:.2f} ms: a gain o
 
 # %% [markdown]
 # The paper measured 18.8 % of the time for the synchronisation on a GPU, where a maximum crosses threads. Here one thread keeps it in a
-# register, and no thread waits for it. The last line above is the ratio of the two times: near 1, it does not pay for a test
-# and a second way through the code. So the package's own decode kernel has the split and not the unified maximum.
+# register, and no thread waits for it. The last line above is the ratio of the two times. At 1 or below, the unified maximum does not pay
+# for its test and for the second kernel that must compute the failed rows. So the package's own decode kernel has the split and not the
+# unified maximum.
 #
 # ## The cache that ships
 #
@@ -282,8 +282,8 @@ table(["error of K in 4 bits, of its own size", "as it is", "rotated"], lines)
 assert off[1] < off[0] / 2
 
 # %% [markdown]
-# On keys without large channels rotating does nothing; on the others it is worth a factor. `dtype="int4"` stores a cache in this way. What it saves, and
-# what it costs the newest token's output on these activations:
+# On keys without large channels rotating changes little; on the others the error falls to less than half. `dtype="int4"` stores a cache
+# in this way. What it saves, and what it costs the newest token's output on these activations:
 
 # %%
 exact_row = numflash.attention(real_q[:, :, -1:], real_k, real_v, impl="reference")
