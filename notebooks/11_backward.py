@@ -92,9 +92,10 @@ table(["kept for the backward pass", "MB"],
       [["P, all of it", 4 * heads * length**2 / 1e6], ["LSE, one number per row", 4 * heads * length / 1e6]])
 
 # %% [markdown]
-# P_ij = exp(S_ij - LSE_i) gives any tile of it back: the sum of a row is inside LSE, no maximum and no division is needed. So
-# the backward pass computes Q K^T once more. That is cheaper than reading P from memory, which is the same trade as in the
-# forward pass.
+# P_ij = exp(S_ij - LSE_i) gives any tile of it back: the sum of a row is inside LSE, no maximum and no division is needed. So the
+# backward pass computes Q K^T once more. On a GPU that takes less time than reading P from memory: the same trade as in the forward pass.
+# On a CPU core it need not (with the peaks of chapter 00, 128 operations for a score at D = 64 take longer than reading 4 bytes). There
+# the reason is the room: the first row of the table is one layer of a model.
 #
 # (The code below computes exp2(S' - LSE'), with S' and LSE' in octaves: both sides times log2(e). It is the same number, and
 # exp2 is what the machine computes fast.)
@@ -120,9 +121,9 @@ assert all(np.abs(x[0, h] - wanted[h][n]).max() < 1e-5 for n, x in enumerate(fou
 # %% [markdown]
 # ## A check that knows nothing of the formula
 #
-# `definition` could hold the same mistake. Finite differences do not: move one number of Q by a little, run the *forward* pass
-# again, and see by how much the loss sum(dO * O) moves. Forward in float64, because the difference of two close
-# numbers loses digits.
+# `definition` could contain the same mistake as the kernel. Finite differences do not: move one number of Q by a little, run the
+# *forward* pass again, and see by how much the loss sum(dO * O) moves. Forward in float64, because the difference of two close numbers
+# loses digits.
 
 # %%
 small = [x[:, :1, :6, :4].astype(np.float64) for x in (q, k, v)]
@@ -234,10 +235,10 @@ rate = {name: count[name] * one / t / 1e9 for name, t in seconds.items()}
 table(["what", "products", "ms", "GFLOP/s"], [[name, count[name], 1e3 * t, rate[name]] for name, t in seconds.items()])
 
 # %% [markdown]
-# The seven products of the plain kernel are more work, and plain loops reach a small part of the peak: its rows of scores and
-# gradients go through memory after each addition, where a register tile keeps 24 vectors of sums. The tiled kernel stays below
-# its own product's rate (chapter 06) because five products on tiles of 144 x 64 each load and store their sums, and exp2, the
-# transposition and the gradients of softmax come between them.
+# The plain kernel does seven products, which is more work, and plain loops reach a small part of the peak: they load and store their sums
+# for each addition, where a register tile keeps 24 vectors of sums in registers. The tiled kernel is slower than its products alone would
+# be (chapter 06), for two reasons: each of the five products on tiles of 144 x 64 loads and stores its sums once, and between the
+# products come exp2, a transposition and the gradient of softmax.
 
 # %%
 fig, axes = figure(2, width=11, height=3.4, width_ratios=(1, 1.15))
