@@ -87,8 +87,8 @@ claim("fused", "reference memory at L=4096, MiB (tested to 512 because of it)", 
 assert fused_kib == 58.75
 
 # %% [markdown]
-# 46 is 6 + 8 + 8 + 24: the tile of S and the state were left out. Of a 64 KiB cache with 4 ways that is not comfortable. The
-# status file forgot the 16 KiB tile of K; with it, the sum is 70 KiB, more than the 64 KiB cache.
+# 46 is 6 + 8 + 8 + 24: the tile of S and the state were left out. 58.75 KiB leave only 5 of the 64 KiB for everything else. The status
+# file forgot the 16 KiB tile of K; with it, the sum is 70 KiB, more than the 64 KiB cache.
 #
 # ## Shares, rates and gains
 #
