@@ -67,8 +67,9 @@ assert np.allclose(y, exact, atol=1e-6) and report.blocks * report.threads == 10
 # %% [markdown]
 # 8 blocks of 128 threads are 1024 threads for 1000 numbers. A block runs on one of the chip's processors (SM, streaming multiprocessor)
 # from start to end. Its threads do not run one by one: the hardware takes 32 of them, a *warp*, and gives all the same instruction. The
-# threads of a warp are its *lanes*, 0 to 31. So the emulator counts warp-instructions. (The lines on shared memory and tensor cores are
-# 0 here; below, chapter 14 and chapter 15 explain them.)
+# threads of a warp are its *lanes*, 0 to 31. So the emulator counts warp-instructions. (The lines on shared memory and tensor cores are 0
+# here. Shared memory comes below, tensor cores in chapter 14; a *wavefront* is NVIDIA's word for a pass over the banks of shared memory,
+# chapter 15.)
 #
 # ## A warp is as slow as its slowest thread
 #
@@ -96,9 +97,9 @@ for name, order in (("in order", np.arange(threads)), ("shuffled", rng.permutati
 table(["rows", "terms of all threads / 32", "sum of the warps' longest", "warp-instructions"], rows)
 
 # %% [markdown]
-# Work and result are the same. Shuffled, nearly every warp has one long row, and 31 threads wait for it. Neighbouring
-# rows have nearly the same length, so in order the loss is small. Attention kernels give a warp *tiles*: 16 neighbouring rows
-# against 64 keys, all with the same work.
+# Work and result are the same. Shuffled, nearly every warp has one long row, for which its other threads wait. Neighbouring rows have
+# nearly the same length, so in order the loss is small. Attention kernels give a warp *tiles*: 16 neighbouring rows against 64 keys, all
+# with the same work.
 #
 # ## Global memory comes in sectors
 #
@@ -265,7 +266,8 @@ print("first sums:", y[:4])
 # `k` (64, 32), float32. Thread t owns row t of `out`. Bring K into shared memory once, so that each number of q and k is loaded from
 # global memory once. Thread t needs its row of q for every key, so keep it: `cuda.local.array(32, np.float32)` makes an array that each
 # thread has for itself. It stays in registers only if every index is known at compile time (loops of fixed length). Otherwise it is in
-# slow local memory. The check runs your kernel under four schedules and counts its loads.
+# slow local memory. The check runs your kernel under four schedules (orders in which the warps run) and counts its loads. (A loop that
+# never ends keeps the emulator busy for minutes before it reports that: interrupt the cell, in Jupyter with Kernel, Interrupt.)
 
 # %% tags=["exercise"]
 def score_tile(q, k, out):
