@@ -46,8 +46,9 @@ device = card()
 # 32 threads of a warp are called *lanes* 0 to 31.
 #
 # `mma.m16n8k16` multiplies a 16 x 16 matrix A by a 16 x 8 matrix B and adds the product to a 16 x 8 matrix C. No single thread has these
-# matrices. Each lane holds a *fragment*: of A four registers with two halves, of B two, of C four floats.
-# Which lane holds what is written in the PTX manual (9.7.14.5.8). With group = lane / 4 and t = lane % 4:
+# matrices. Each lane holds a *fragment*: of A four registers with two halves, of B two, of C four floats. Which lane holds what is
+# written in the PTX manual (the section on the matrix fragments of `mma.m16n8k16` with floating point types). The kernel below computes
+# it from group = lane / 4 and t = lane % 4:
 #
 # (`numflash.cuda.instructions.ptx` gives PTX instructions that Numba lacks a name in Python; `mma(fc, 0, fa, 0, fb, 0)` is the product of the arrays'
 # elements from 0 on. `x.view(u32)` shows an array of halves as pairs.)
@@ -83,11 +84,11 @@ assert report.tensor_flops == 2 * 16 * 8 * 16 and np.abs(c - exact).max() < 1e-5
 # TFLOP/s of float16 products and 30 TFLOP/s of float32 multiply-adds, 4 to 1; an A100 16 to 1. Only products gain: loads, address
 # arithmetic and the softmax do not get faster.
 #
-# Drawn, each cell with the number of its lane, each colour one register:
+# Drawn, each cell with the number of its lane. The tint is the register: white is register 0, and the darker, the higher its number:
 
 # %%
 fig, axes = figure(3, width=11, height=5.2, width_ratios=(2, 1, 1))
-tints = ("#B7D3E8", "#F5D9A0", "#E9B49A", "#D8D8D8")
+tints = ("#FFFFFF", "#D6E6F2", "#F0C173", "#B0A8A0")      # from light to dark, also in greyscale
 
 
 def owners(which):
@@ -207,7 +208,7 @@ table(["", ""], [["16 x 16 x 16 products (WMMA)", wmma], ["m16n8k16 products", o
 assert wmma == 16 and ours * 4096 == flop == 131072 and round(per_cycle) == 1023
 
 # %% [markdown]
-# Two slips are easy here. 4 is the number of 16 x 16 tiles of the *result*: do not forget the loop over the 64 channels. And a
+# Two mistakes are easy here. 4 is the number of 16 x 16 tiles of the *result*: the loop over the 64 channels multiplies it by 4. And a
 # multiply-add counts as two operations.
 #
 # ## Adding up in float16
