@@ -3,7 +3,7 @@
 #
 # After this chapter you can
 #
-# * predict how often a warp's access to shared memory goes over its banks,
+# * predict how many passes over the banks a warp's access to shared memory takes,
 # * say why plainly stored tiles of K and V conflict, and remove that by padding or by an XOR,
 # * choose the XOR for a row length, and check it by counting,
 # * write a transpose that has no conflict.
