@@ -94,11 +94,11 @@ if rows["1"]["registers"] is not None:                     # needs the sass extr
     assert {r["stack"] for r in rows.values()} == {r["spills"] for r in rows.values()} == {0}
 
 # %% [markdown]
-# Read it from top to bottom. **2** moves the traffic from global to shared memory. **3** shows that half a step is little: the
-# scalar P . V is as long as before, and the weights now go through shared memory. **4** is the large step: fewer instructions by
-# an order of magnitude, because one instruction does 4096 flop. **5** removes the conflicts, **6** one of two barriers, and its
-# copies run beside the arithmetic; a counter cannot show overlap, only a clock can. **7a** and **7b** are chapter 06 again:
-# what is in registers is used more often. From 4 on the largest class is moves and address arithmetic, nearly half of all PTX
+# Read it from top to bottom. **2** moves the traffic from global to shared memory. **3** shows that tensor cores for one of the two
+# products gain little: the scalar P . V is as long as before, and the weights now go through shared memory. **4** is the large step:
+# fewer instructions by an order of magnitude, because one instruction does 4096 flop. **5** removes the conflicts, **6** one of two
+# barriers, and its copies run beside the arithmetic; a counter cannot show overlap, only a clock can. **7a** and **7b** are chapter 06
+# again: what is in registers is used more often. From 4 on the largest class is moves and address arithmetic, nearly half of all PTX
 # instructions.
 #
 # **Exercise 1.** How many m16n8k16 products does attention take: `queries` x `keys` with `d` channels, all multiples of 16?
@@ -203,12 +203,12 @@ if special["7s"]["registers"] is not None:
     assert len(loops["7s"]) < len(loops["7a"]) and not any(x.startswith("LDGSTS") for x in loops["7s"])
 
 # %% [markdown]
-# What it buys: no copy and none of its addresses stand in the loop of the products, which is a few per cent shorter; a warp that brings
-# may simply wait for its copies; results leave in whole sectors while the next tile is computed. What it costs: the copies are issued all the
-# same, by warps on the same four schedulers; five warps meet four times per tile where four met once; and registers. A
-# kernel has one number of registers for all of its threads. Hopper's `setmaxnreg` moves them from producers to consumers; an L4 has
-# nothing like it, so four warps that need few hold as many as the four that compute, and half as many warps compute on an SM. In
-# FlashAttention-2 these warps are other blocks, whose products hide the copies. That is why it does not specialise them.
+# What is gained: the loop of the products contains no copies and no addresses for them, so it is a few per cent shorter; a warp that
+# copies can wait for its copies without delaying products; results are stored in whole sectors while the next tile is computed. What it
+# costs: the copies are issued all the same, by warps on the same four schedulers; five warps meet four times per tile where four met
+# once; and registers. A kernel has one number of registers for all of its threads. Hopper's `setmaxnreg` moves them from producers to
+# consumers; an L4 has nothing like it, so four warps that need few hold as many as the four that compute, and half as many warps compute
+# on an SM. In FlashAttention-2 these warps are other blocks, whose products hide the copies. That is why it does not specialise them.
 #
 # Here K and V are a few per cent of the L2 and stay there by themselves. A launcher may also ask for that (an L2 persistence window,
 # `Device.prepared(..., persist=arrays)`), and the ladder times with and without it where there is a card:
@@ -227,9 +227,9 @@ else:
 # share of the L4's peak that the largest limit above would allow. (Rung 7h is 7a with float16 scores, so compare it with 7a and not with
 # the row above it.)
 #
-# An H200 was asked for times (2026-11-26, 16,896 rows, 4,096 keys, one head of 64 channels). Rungs 1 to 4 reach 4.6, 15, 24 and 49 TFLOP/s,
-# 5a and 5b 204 and 198, 6 259, 7a 276, 7b 295, 7h 288, 7s 195. The largest step is bank conflicts, by a factor of 4; padding and
-# swizzling are worth the same; warps that only bring do not pay, as above.
+# An H200 was asked for times (2026-11-26, 16,896 rows, 4,096 keys, one head of 64 channels). Rungs 1 to 4 reach 4.6, 15, 24 and 49
+# TFLOP/s, 5a and 5b 204 and 198, 6 259, 7a 276, 7b 295, 7h 288, 7s 195. The largest step is the removal of bank conflicts, a factor of 4.
+# Padding and swizzling gain the same. Specialised warps (7s) are slower than 7a, as the counts above suggest.
 
 # %%
 first, before, lines = rows["1"]["warp_instructions"], None, []
