@@ -97,8 +97,8 @@ table(["instruction", "warps that ran it"], list(asked.items()))
 print(f"{report.tma_copied} bytes copied")
 
 # %% [markdown]
-# Rows 64 to 99 exist; the other 28 rows of the box are zeros, and no thread compared an index. With `cp.async` the same tile is 512
-# pieces of 16 bytes: 16 warp-instructions, and address arithmetic for each.
+# Rows 64 to 99 exist; the other 28 rows of the box are zeros, and no thread compared an index. With `cp.async` (chapter 16) the same tile
+# is 512 pieces of 16 bytes: 16 warp-instructions, and address arithmetic for each.
 #
 # ## mbarrier: a barrier that counts bytes
 #
@@ -130,11 +130,16 @@ check("17.1", place)
 drawings.ring_of_stages()
 
 # %% [markdown]
-# **Exercise 2.** Write the pipeline. A block has 96 threads. 64 consumers (threads 0 to 63) add up the 32-bit words of tiles of 8 rows x 64
-# halves (1024 bytes; consumer t takes the 16 bytes at 16 t of the stage); thread 64 brings tile n, the rows from 8 n on, to stage n & 1 by TMA. The barriers are set
-# up for you: `full` of stage s at `base + 8 s`, `empty` at `base + 16 + 8 s`, the stages at `base + 1024` and `base + 2048`. Each consumer
-# tells `empty` that it is done with a tile by `ptx.mbarrier_arrive`, which takes the address of a barrier. Store each consumer's sum in `out[t]`. (Numbers of the kernel are
-# `u32(...)` for addresses, parities and counts, and `i32(...)` for coordinates, as in `bring` above.)
+# **Exercise 2.** Write the pipeline. A block has 96 threads:
+#
+# * Thread 64 is the producer. It brings tile n, 8 rows of 64 halves (1024 bytes) from row 8 n on, to stage n & 1 by TMA.
+# * Threads 0 to 63 are the consumers. They add up the 32-bit words of all tiles: consumer t takes the 16 bytes at 16 t of the stage, and
+#   stores its sum in `out[t]`.
+# * The barriers are set up for you: `full` of stage s at `base + 8 s`, `empty` at `base + 16 + 8 s`. The stages are at `base + 1024` and
+#   `base + 2048`.
+# * When a consumer has read a tile, it tells `empty` so: `ptx.mbarrier_arrive` takes the address of a barrier.
+#
+# (As in `bring` above, addresses, parities and counts are `u32(...)`, coordinates `i32(...)`.)
 
 # %% tags=["exercise"]
 def pipeline(maps, out, tiles):
@@ -321,11 +326,11 @@ table(["D", "rung 8, alone", "rung 9a, alone", "rung 8, two warpgroups", "rung 9
       [[d, m[8, 1], m[9, 1], m[8, 2], m[9, 2], max(1.0, share[d])] for d, m in model.items()])
 
 # %% [markdown]
-# In units of a tile's products. Rung 9a hides the softmax behind O but not behind S; two warpgroups can hide all of it, as long
-# as they stay out of step, which 9b ensures. Latencies, barriers and the rest of the softmax are not in the model. What a card
-# makes of it, only a card can say. An H200 (16,896 rows, 4,096 keys): rung 8 393 TFLOP/s, 9a 353, 9b 411. The overlap within a
-# warpgroup pays only with turns. What the counters say: rung 9a costs hardly any instructions more, although the weights now live
-# beside the next scores, and 9b only its barriers; no bit of the result changes.
+# The numbers are times, in units of a tile's products. Rung 9a hides the softmax behind O but not behind S; two warpgroups can hide all
+# of it, as long as they stay out of step, which 9b ensures. Latencies, barriers and the rest of the softmax are not in the model. What a
+# card makes of it, only a card can say. An H200 (16,896 rows, 4,096 keys): rung 8 393 TFLOP/s, 9a 353, 9b 411. The overlap within a
+# warpgroup pays only with turns. What the counters say: rung 9a costs hardly any instructions more, although the weights now live beside
+# the next scores, and 9b only its barriers; no bit of the result changes.
 
 # %%
 print("warp-instructions:", {n: rows[n]["warp_instructions"] for n in ("8", "9a", "9b")}, f" all {rows['9a']['tensor_flops']} flop")
