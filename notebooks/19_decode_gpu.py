@@ -96,9 +96,10 @@ assert steps[1:] == [answer_of("19.1")(heads, kv_heads, d)] * 2         # the fi
 #
 # ## One block for the heads that share keys
 #
-# 14 query heads are 14 rows. An engine that gives each head a block of its own would read the K and V of its head, and with
-# 2 KV heads every key would be read 7 times. Here a block takes a *KV head*: its 7 queries are 7 of the 16 rows of a
-# tensor-core tile (of an INT8 cache 7 of 8 columns), and each key is read once. Counted, beside a cache that stores K and V for all 14 heads:
+# 14 query heads are 14 rows. An engine that gives each head a block of its own would read the K and V of its head, and with 2 KV heads
+# every key would be read 7 times. Here a block takes a *KV head*: its 7 queries are 7 of the 16 rows of a tensor-core tile, and each key
+# is read once. (With an INT8 cache the queries are columns, two for each: 14 of 16.) Counted, beside a cache that stores K and V for all
+# 14 heads:
 
 # %%
 def step(cache, query, **options):
@@ -121,10 +122,10 @@ for name, groups, dtype, size in (("2 KV heads, float16", 2, "float16", 2), ("14
 table(["cache", "bytes of its tokens", "bytes read", "blocks", "flop of the tensor cores", "of them wanted", "conflicts"], rows)
 
 # %% [markdown]
-# Every byte of the tokens once; INT8 needs about half of them (half, and two scales per token). Its query and its weights have two bytes each, a
-# column for each byte: four heads fill the eight columns of a product, whose rows are keys. Keys are rounded up to blocks of 128. Of the float16
-# caches 7 of 16 rows are in use, or 1, so more than half of the tensor cores' work is for nothing, and it does not matter. A T4 has 320 GB/s
-# and 65 TFLOP/s: it could do 203 flop for each byte it reads.
+# Every byte of the tokens once; INT8 needs about half of them (half, and two scales per token). There a query and a weight have two bytes
+# each, and each byte has a column of its own: four heads fill the eight columns of a product, whose rows are keys. The keys of an INT8
+# cache are rounded up to blocks of 128. Of the float16 caches 7 of 16 rows are in use, or 1, so more than half of the tensor cores' work
+# is for nothing, and it does not matter. A T4 has 320 GB/s and 65 TFLOP/s: it could do 203 flop for each byte it reads.
 
 # %%
 ridge = 65e12 / 320e9
@@ -136,8 +137,8 @@ print(f"the T4's float32 cores, 8.1 TFLOP/s: {8.1e12 / 320e9:.0f} flop per byte"
 assert max(wanted.values()) < 8.1e12 / 320e9 < max(done.values()) < ridge
 
 # %% [markdown]
-# Even the float32 cores would do for what is wanted. So tensor cores cannot make decode faster: it is limited
-# by memory. They are used here because with them the arithmetic of the packed rows costs next to nothing, the empty rows included.
+# Even the float32 cores would be fast enough for the wanted operations. So tensor cores cannot make decode faster: it is limited by
+# memory. They are used here because with them the arithmetic of the packed rows costs next to nothing, the empty rows included.
 #
 # ## Split the keys
 #
