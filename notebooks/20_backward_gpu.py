@@ -209,23 +209,23 @@ print(f"counted {of_keys.global_loaded} bytes: predicted, and {places} of length
 #
 # **Exercise 3.** Registers per thread for dK and dV together at head size `d`.
 #
-# **Exercise 4.** A thread has 255 registers: at which of the head sizes 32, 64, 96, 128, 256 do these sums not fit?
+# **Exercise 4.** A thread has at most 255 registers. What is the smallest head size, a multiple of 32, whose sums alone do not fit?
 
 # %% tags=["exercise"]
 def sums(d):
     return ...
 
 
-widest = ...
+smallest = ...
 
 
 check("20.3", sums)
-check("20.4", widest)
+check("20.4", smallest)
 
 # %% [markdown]
-# There dV and dK get a pass each: the kernel is built three times, for "v", "k" and "q". At D = 128 half of a thread's registers
-# are sums, so the own rows' fragments are read again from shared memory for every chunk of 32 columns, and only that chunk's
-# scores are in registers:
+# From there on dV and dK get a pass each: the kernel is built three times, for "v", "k" and "q". At D = 128 half of a thread's registers
+# are sums, so the own rows' fragments are read again from shared memory for every chunk of 32 columns, and only that chunk's scores are
+# in registers:
 
 # %%
 for head in (64, 128, 256):
@@ -308,14 +308,15 @@ else:
 
 # %%
 fig, axes = figure(2, width=11, height=3.6, width_ratios=(1, 1.2))
-kinds = ("tensor", "memory", "float", "special", "integer", "move", "other")
+kinds = {"tensor": ("#0072B2", ""), "memory": ("#B7D3E8", "//"), "float": ("#E69F00", ""), "special": ("#F0E442", "xx"),
+         "integer": ("#DDDDDD", ""), "move": ("#FFFFFF", ".."), "other": ("#777777", "")}          # colour, hatch
 left = dict.fromkeys(reports, 0.0)
-for n, kind in enumerate(kinds):
+for kind, (colour, hatch) in kinds.items():
     shares = {name: 100 * r.instructions.get(kind, 0) / sum(r.instructions.values()) for name, r in reports.items()}
     if kind == "other":
         shares = {name: 100 - x for name, x in left.items()}
     axes[0].barh(list(reports), list(shares.values()), left=list(left.values()), edgecolor="black", label=kind,
-                 color=("#0072B2", "#B7D3E8", "#E69F00", "#F0E442", "#DDDDDD", "#FFFFFF", "#777777")[n])
+                 color=colour, hatch=hatch)
     left = {name: left[name] + shares[name] for name in reports}
 axes[0].invert_yaxis()
 axes[0].set(xlabel="% of PTX warp-instructions", xlim=(0, 100), title="instruction mix")

@@ -58,7 +58,10 @@ EXERCISES = {
     ),
     "20.4": Exercise(
         "does not fit",
-        ("A thread has at most 255 registers. Which of the head sizes needs more for its sums?",),
+        (
+            "Exercise 3 gives the registers for a head size. For which multiple of 32 does it first "
+            "exceed 255?",
+        ),
         expected=256,
     ),
 }
