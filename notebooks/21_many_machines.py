@@ -4,9 +4,11 @@
 # After this chapter you can cut attention over many machines, divide causal work so that no machine waits long, and say from which length on
 # the exchange costs nothing.
 #
-# A sequence that does not fit one machine is cut into shards. Queries stay where they are; keys and values are sent. What makes
-# this possible is one property of softmax: attention over two disjoint sets of keys can be merged exactly from the two
-# outputs and their log-sum-exps. This chapter runs the ring by hand first, then with MPI on several ranks of this machine.
+# A sequence that does not fit one machine is cut into pieces, *shards*, one for each *rank* (a rank is one of the processes of an MPI
+# program; think of one per machine). Queries stay where they are; keys and values are sent. What makes this possible is one property of
+# softmax: attention over two disjoint sets of keys can be merged exactly from the two outputs and their log-sum-exps. The log-sum-exp
+# (LSE) of a row is the logarithm of the sum of its weights e**score. It is chapter 01's state in one number, m + log(l), beside an output
+# that is already divided by l. This chapter runs the ring by hand first, then with MPI on several ranks of this machine.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** Keys travel around a ring; two partial results merge exactly.
