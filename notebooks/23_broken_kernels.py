@@ -4,8 +4,8 @@
 # Each kernel below has one fault. The check runs it in the emulator under four schedules (which warp goes first) and prints what it found.
 # Read the report, find the fault, repair the kernel in its cell, and run the cell again. If you are stuck, `hint("23.1")` gives the first hint.
 #
-# Among the faults are missing barriers, a race, a wrong edge, a missing rescale, a bad start, bank conflicts, a wrong parity, a missing
-# fence, a wrong count. Which is where is for you to find.
+# Among the faults are a wrong parity, bank conflicts, a missing rescale, a race, a wrong count, missing barriers, a bad start, a missing
+# fence and a wrong edge, in no order.
 #
 # After this chapter you can
 #
@@ -46,7 +46,7 @@ multiply, settle, wait_none = ptx.wgmma(64, "float16", False), ptx.register_fenc
 # %% [markdown]
 # ## How to read a report
 #
-# The first word is the rule that was broken:
+# The check says what happened. The first word after "the emulator reports" is the rule that was broken:
 #
 # | word | means | usual cause |
 # |---|---|---|
