@@ -51,9 +51,9 @@ print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.level
 # bytes. They come from the second-level cache, or from further away if they do not fit there.
 #
 # **Exercise 1.** How many milliseconds does it take to read K and V in all, for `length` queries and keys of `d` channels, with tiles of
-# `block_q` rows, if they come at 32 bytes a nanosecond? (One head; a byte per number; the last tile may be smaller but reads all keys
-# too. A machine that has only AVX2 has no dot instruction for bytes and keeps 2 bytes per number: there the true figure is twice as
-# large.)
+# `block_q` rows, if they come at 32 bytes a nanosecond (a round figure for a second-level cache)? (One head; a byte per number; the last
+# tile may be smaller but reads all keys too. A machine that has only AVX2 has no dot instruction for bytes and keeps 2 bytes per number:
+# there the true figure is twice as large.)
 
 # %% tags=["exercise"]
 def kv_milliseconds(length, d, block_q):
