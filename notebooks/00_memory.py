@@ -14,7 +14,7 @@
 # >
 # > **Time:** 35 minutes to read, 10 for the exercises. **Before it:** NumPy.
 # >
-# > **Terms:** [head](../docs/glossary.md#head), [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [kernel](../docs/glossary.md#kernel), [cache line](../docs/glossary.md#cache-line), [tile](../docs/glossary.md#tile), [rung](../docs/glossary.md#rung), [peak](../docs/glossary.md#peak).
+# > **Terms:** [head](../docs/glossary.md#head), [channel](../docs/glossary.md#channel), [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [kernel](../docs/glossary.md#kernel), [cache line](../docs/glossary.md#cache-line), [tile](../docs/glossary.md#tile), [rung](../docs/glossary.md#rung), [peak](../docs/glossary.md#peak).
 # >
 # > **Papers:** [Attention is all you need](https://arxiv.org/abs/1706.03762), [FlashAttention](https://arxiv.org/abs/2205.14135).
 

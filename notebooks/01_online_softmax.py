@@ -14,7 +14,7 @@
 # >
 # > **Time:** 20 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
-# > **Terms:** [online softmax](../docs/glossary.md#online-softmax), [running state](../docs/glossary.md#running-state), [octave](../docs/glossary.md#octave), [tile](../docs/glossary.md#tile).
+# > **Terms:** [online softmax](../docs/glossary.md#online-softmax), [running state](../docs/glossary.md#running-state), [octave](../docs/glossary.md#octave), [tile](../docs/glossary.md#tile), [relative l1](../docs/glossary.md#relative-l1).
 # >
 # > **Papers:** [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867), [FlashAttention](https://arxiv.org/abs/2205.14135).
 

@@ -19,7 +19,7 @@
 # >
 # > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
-# > **Terms:** [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [rms](../docs/glossary.md#rms), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
+# > **Terms:** [activation](../docs/glossary.md#activation), [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [rms](../docs/glossary.md#rms), [relative l1](../docs/glossary.md#relative-l1), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
 # >
 # > **Papers:** [SageAttention](https://arxiv.org/abs/2410.02367), [StreamingLLM](https://arxiv.org/abs/2309.17453).
 

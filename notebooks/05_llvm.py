@@ -15,7 +15,7 @@
 # >
 # > **Time:** 40 minutes to read, 10 for the exercises. **Before it:** [02](02_tiling.ipynb).
 # >
-# > **Terms:** [instruction set](../docs/glossary.md#instruction-set), [vector](../docs/glossary.md#vector), [fma](../docs/glossary.md#fma), [dot instruction](../docs/glossary.md#dot-instruction), [register tile](../docs/glossary.md#register-tile).
+# > **Terms:** [llvm](../docs/glossary.md#llvm), [vectorise](../docs/glossary.md#vectorise), [hot loop](../docs/glossary.md#hot-loop), [instruction set](../docs/glossary.md#instruction-set), [vector](../docs/glossary.md#vector), [fma](../docs/glossary.md#fma), [dot instruction](../docs/glossary.md#dot-instruction), [register tile](../docs/glossary.md#register-tile).
 # >
 # > **Papers:** [LLVM: auto-vectorization](https://llvm.org/docs/Vectorizers.html).
 

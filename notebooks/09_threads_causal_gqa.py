@@ -11,7 +11,7 @@
 # >
 # > **Time:** 15 minutes to read, 15 for the exercises. **Before it:** [07](07_fused.ipynb).
 # >
-# > **Terms:** [causal](../docs/glossary.md#causal), [gqa](../docs/glossary.md#gqa), [tile](../docs/glossary.md#tile).
+# > **Terms:** [causal](../docs/glossary.md#causal), [mask](../docs/glossary.md#mask), [gqa](../docs/glossary.md#gqa), [tile](../docs/glossary.md#tile), [atomic](../docs/glossary.md#atomic).
 # >
 # > **Papers:** [FlashAttention-2](https://arxiv.org/abs/2307.08691), [GQA](https://arxiv.org/abs/2305.13245).
 

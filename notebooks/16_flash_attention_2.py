@@ -15,7 +15,7 @@
 # >
 # > **Time:** 35 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [14](14_fragments.ipynb), [15](15_bank_conflicts.ipynb).
 # >
-# > **Terms:** [rung](../docs/glossary.md#rung), [tensor core](../docs/glossary.md#tensor-core), [bank conflict](../docs/glossary.md#bank-conflict), [barrier](../docs/glossary.md#barrier).
+# > **Terms:** [rung](../docs/glossary.md#rung), [tensor core](../docs/glossary.md#tensor-core), [accumulator](../docs/glossary.md#accumulator), [bank conflict](../docs/glossary.md#bank-conflict), [barrier](../docs/glossary.md#barrier), [named barrier](../docs/glossary.md#named-barrier), [cp async](../docs/glossary.md#cp-async).
 # >
 # > **Papers:** [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 

@@ -18,7 +18,7 @@
 # >
 # > **Time:** 35 minutes to read, 30 for the exercises. **Before it:** [16](16_flash_attention_2.ipynb).
 # >
-# > **Terms:** [tma](../docs/glossary.md#tma), [stage](../docs/glossary.md#stage), [mbarrier](../docs/glossary.md#mbarrier), [phase](../docs/glossary.md#phase), [parity](../docs/glossary.md#parity), [fence](../docs/glossary.md#fence), [wgmma](../docs/glossary.md#wgmma), [descriptor](../docs/glossary.md#descriptor), [warp specialisation](../docs/glossary.md#warp-specialisation).
+# > **Terms:** [tma](../docs/glossary.md#tma), [stage](../docs/glossary.md#stage), [mbarrier](../docs/glossary.md#mbarrier), [phase](../docs/glossary.md#phase), [parity](../docs/glossary.md#parity), [fence](../docs/glossary.md#fence), [wgmma](../docs/glossary.md#wgmma), [warpgroup](../docs/glossary.md#warpgroup), [named barrier](../docs/glossary.md#named-barrier), [descriptor](../docs/glossary.md#descriptor), [warp specialisation](../docs/glossary.md#warp-specialisation).
 # >
 # > **Papers:** [FlashAttention-3](https://arxiv.org/abs/2407.08608).
 

@@ -15,7 +15,7 @@
 # >
 # > **Time:** 20 minutes to read, 15 for the exercises. **Before it:** [03](03_int8.ipynb), [16](16_flash_attention_2.ipynb).
 # >
-# > **Terms:** [equal bits](../docs/glossary.md#equal-bits), [tensor core](../docs/glossary.md#tensor-core), [quantisation](../docs/glossary.md#quantisation).
+# > **Terms:** [equal bits](../docs/glossary.md#equal-bits), [tensor core](../docs/glossary.md#tensor-core), [accumulator](../docs/glossary.md#accumulator), [quantisation](../docs/glossary.md#quantisation).
 # >
 # > **Papers:** [SageAttention](https://arxiv.org/abs/2410.02367).
 
@@ -128,8 +128,8 @@ assert equal["named"]
 #
 # ## The result as operand
 #
-# In chapter 14 two accumulator tiles were, register by register, the next operand. With bytes they are not. The accumulator gives a
-# lane *two* neighbouring keys of each tile of 8; the operand wants *four* neighbouring keys in a register:
+# In chapter 14 two accumulator tiles (tiles of C) were, register by register, the next operand. With bytes they are not. The accumulator
+# gives a lane *two* neighbouring keys of each tile of 8; the operand wants *four* neighbouring keys in a register:
 
 # %%
 registers, place_a = tensor.operand_layout("a", 32, 4)
@@ -226,10 +226,11 @@ table(["", "float16", "INT8", "INT8 / float16"], [[n, x, counts["int8"][n], coun
 
 # %% [markdown]
 # Products are halved (but for the first four keys, chapter 03, which add a few), and less is read from global and shared memory. What is
-# between the products is not: a score is scaled, rounded, its weight made by fused multiply-adds and by integer operations on the bits
-# of floats, and packed into a byte, where float16 has one fused multiply-add and one exponential. How much of the doubled product rate
-# is left over is decided there, and only a card can tell. An H200 says: nothing. At L = 8192 INT8 takes 1.2 times float16's time with 128
-# channels, 1.5 times with 64; what it gives there is equal bits. On a CPU, against float32, the same trade was won (chapter 07).
+# between the products is not: a score is scaled, rounded, its weight made by fused multiply-adds and by integer operations on the bits of
+# floats, and packed into a byte, where float16 has one fused multiply-add and one exponential. Whether the doubled rate of the products
+# makes the kernel faster is decided there, and only a card can tell. On an H200 it does not: at L = 8192 INT8 takes 1.2 times float16's
+# time with 128 channels, 1.5 times with 64. There the reason for INT8 is equal bits. On a CPU INT8 is several times as fast as float32
+# (chapter 07).
 
 # %%
 if device is None:

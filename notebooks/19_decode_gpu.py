@@ -197,8 +197,9 @@ table(["context", "bytes of parts / bytes of the cache"], [[n, f"{100 * x:.0f} %
 #
 # ## Equal bits, token by token
 #
-# INT8 decode adds up integers within a split and merges splits in a stated order. So with equal splits the CPU's cache and the
-# card's give equal bits. Token by token, with pages of 16 that sequences could share, across a page's end:
+# INT8 decode adds up integers within a split and merges splits in a stated order. So with equal splits the CPU's cache and the card's
+# give equal bits. Token by token, across the end of a page: a cache may be stored in *pages* of a fixed number of tokens, here 16, which
+# sequences can share.
 
 # %%
 growing = [numflash.KVCache(1, kv_heads, d, 256, "int8", page_size=size, device=where)

@@ -17,7 +17,7 @@
 # >
 # > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [11](11_backward.ipynb), [16](16_flash_attention_2.ipynb).
 # >
-# > **Terms:** [backward](../docs/glossary.md#backward), [log sum exp](../docs/glossary.md#log-sum-exp), [equal bits](../docs/glossary.md#equal-bits).
+# > **Terms:** [backward](../docs/glossary.md#backward), [log sum exp](../docs/glossary.md#log-sum-exp), [atomic](../docs/glossary.md#atomic), [equal bits](../docs/glossary.md#equal-bits).
 # >
 # > **Papers:** [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
@@ -234,8 +234,8 @@ for head in (64, 128, 256):
 assert [len(launch_backward.passes(x, x)) for x in (128, 256)] == [2, 3]
 
 # %% [markdown]
-# What ptxas makes of it, where the binary utilities are installed (`numflash[sass]`). The tests demand it for every size and
-# card: no stack, no spill.
+# The machine code that NVIDIA's assembler `ptxas` makes of the PTX, where the binary utilities are installed (`numflash[sass]`): `HMMA`
+# are its tensor-core products, `LDSM` its `ldmatrix`. The tests demand for every size and card that it needs no stack and spills nothing.
 
 # %%
 machine = {}

@@ -17,7 +17,7 @@
 # >
 # > **Time:** 15 minutes to read, 10 for the exercises. **Before it:** [01](01_online_softmax.ipynb).
 # >
-# > **Terms:** [log sum exp](../docs/glossary.md#log-sum-exp), [ring](../docs/glossary.md#ring), [causal](../docs/glossary.md#causal).
+# > **Terms:** [log sum exp](../docs/glossary.md#log-sum-exp), [ring](../docs/glossary.md#ring), [rank](../docs/glossary.md#rank), [causal](../docs/glossary.md#causal).
 # >
 # > **Papers:** [Ring attention](https://arxiv.org/abs/2310.01889).
 

@@ -16,7 +16,7 @@
 # >
 # > **Time:** 20 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [02](02_tiling.ipynb).
 # >
-# > **Terms:** [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [tile](../docs/glossary.md#tile), [causal](../docs/glossary.md#causal).
+# > **Terms:** [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [mask](../docs/glossary.md#mask), [tile](../docs/glossary.md#tile), [causal](../docs/glossary.md#causal).
 # >
 # > **Papers:** [FlexAttention](https://arxiv.org/abs/2412.05496), [ALiBi](https://arxiv.org/abs/2108.12409), [StreamingLLM](https://arxiv.org/abs/2309.17453).
 
@@ -51,8 +51,8 @@ def exact(score_mod=None, mask_mod=None):
 # %% [markdown]
 # ## First variant: far keys count less
 #
-# ALiBi (Press, Smith, Lewis 2021) has no position embedding at all: it subtracts a slope times the distance of query and key from each score.
-# Every head has a slope of its own, so that some heads look near and some far.
+# ALiBi (Press, Smith, Lewis 2021) needs no position embedding (vectors that tell each token its position). It subtracts a slope times the
+# distance of query and key from each score. Every head has a slope of its own, so that some heads look near and some far.
 #
 # A score function gets the score (already scaled), the number of the sequence `b`, of the head `h`, of the query `q_idx` and of the key
 # `kv_idx`, and returns the new score.

@@ -44,7 +44,7 @@ CHAPTERS = {
         (35, 10),
         "The same arithmetic in another order moves several times fewer bytes.",
         (),
-        ("head", "score", "softmax", "kernel", "cache-line", "tile", "rung", "peak"),
+        ("head", "channel", "score", "softmax", "kernel", "cache-line", "tile", "rung", "peak"),
         (_ATTENTION, _FA1),
     ),
     "01": Chapter(
@@ -52,7 +52,7 @@ CHAPTERS = {
         (20, 30),
         "Softmax needs no second pass: keep a maximum and a sum, and shrink them when the maximum grows.",
         ("00",),
-        ("online-softmax", "running-state", "octave", "tile"),
+        ("online-softmax", "running-state", "octave", "tile", "relative-l1"),
         (_ONLINE, _FA1),
     ),
     "02": Chapter(
@@ -68,7 +68,15 @@ CHAPTERS = {
         (30, 15),
         "An 8-bit number costs half a step of error, and the largest entry sets the step.",
         ("00",),
-        ("quantisation", "scale", "rms", "smoothing", "attention-sink"),
+        (
+            "activation",
+            "quantisation",
+            "scale",
+            "rms",
+            "relative-l1",
+            "smoothing",
+            "attention-sink",
+        ),
         (_SAGE, ("StreamingLLM", "https://arxiv.org/abs/2309.17453")),
     ),
     "04": Chapter(
@@ -87,7 +95,16 @@ CHAPTERS = {
         (40, 10),
         "A compiler vectorises a loop as it is written; it does not build a register tile.",
         ("02",),
-        ("instruction-set", "vector", "fma", "dot-instruction", "register-tile"),
+        (
+            "llvm",
+            "vectorise",
+            "hot-loop",
+            "instruction-set",
+            "vector",
+            "fma",
+            "dot-instruction",
+            "register-tile",
+        ),
         (("LLVM: auto-vectorization", "https://llvm.org/docs/Vectorizers.html"),),
     ),
     "06": Chapter(
@@ -140,7 +157,7 @@ CHAPTERS = {
         (15, 15),
         "Query tiles are independent tasks; deal them longest first.",
         ("07",),
-        ("causal", "gqa", "tile"),
+        ("causal", "mask", "gqa", "tile", "atomic"),
         (_FA2, ("GQA", "https://arxiv.org/abs/2305.13245")),
     ),
     "10": Chapter(
@@ -213,7 +230,15 @@ CHAPTERS = {
         (35, 15),
         "Chapter 01's loop on tensor cores, one improvement per rung.",
         ("01", "14", "15"),
-        ("rung", "tensor-core", "bank-conflict", "barrier"),
+        (
+            "rung",
+            "tensor-core",
+            "accumulator",
+            "bank-conflict",
+            "barrier",
+            "named-barrier",
+            "cp-async",
+        ),
         (_FA2,),
     ),
     "17": Chapter(
@@ -229,6 +254,8 @@ CHAPTERS = {
             "parity",
             "fence",
             "wgmma",
+            "warpgroup",
+            "named-barrier",
             "descriptor",
             "warp-specialisation",
         ),
@@ -239,7 +266,7 @@ CHAPTERS = {
         (20, 15),
         "Integer sums have one result in any order, so CPU and GPU give the same bits.",
         ("03", "16"),
-        ("equal-bits", "tensor-core", "quantisation"),
+        ("equal-bits", "tensor-core", "accumulator", "quantisation"),
         (_SAGE,),
     ),
     "19": Chapter(
@@ -255,7 +282,7 @@ CHAPTERS = {
         (30, 15),
         "Two passes, each sum with one owner: no atomics, the same bits every time.",
         ("11", "16"),
-        ("backward", "log-sum-exp", "equal-bits"),
+        ("backward", "log-sum-exp", "atomic", "equal-bits"),
         (_FA2,),
     ),
     "21": Chapter(
@@ -263,7 +290,7 @@ CHAPTERS = {
         (15, 10),
         "Keys travel around a ring; two partial results merge exactly.",
         ("01",),
-        ("log-sum-exp", "ring", "causal"),
+        ("log-sum-exp", "ring", "rank", "causal"),
         (("Ring attention", "https://arxiv.org/abs/2310.01889"),),
     ),
     "22": Chapter(
@@ -271,7 +298,7 @@ CHAPTERS = {
         (20, 15),
         "A score or a mask of your own is a function that is compiled into the existing kernel.",
         ("01", "02"),
-        ("score", "softmax", "tile", "causal"),
+        ("score", "softmax", "mask", "tile", "causal"),
         (
             ("FlexAttention", "https://arxiv.org/abs/2412.05496"),
             ("ALiBi", "https://arxiv.org/abs/2108.12409"),
