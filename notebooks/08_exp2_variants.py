@@ -6,7 +6,7 @@
 # * say why an exponential inside the product costs more than one beside it,
 # * measure on your machine whether a weight should be broadcast from a register or from memory,
 # * choose an exp2 by its error, its cost and what it does to the order of the keys,
-# * find out with a pencil whether the columns of a benchmark table belong together.
+# * check by hand whether the columns of a benchmark table agree with one another.
 #
 # It redoes a benchmark that a [document](../docs/sources.md) made (it is not published; every figure that you need is quoted here) for the A64FX (512-bit vectors, 128 GFLOP/s per core): the second stage of
 # attention on its own,
@@ -158,9 +158,9 @@ table(("loop", "instructions", "multiply-adds", "of the product", "instructions 
 print("the product alone:", assembly.histogram(inner["gemm"]))
 
 # %% [markdown]
-# One key at a time pays a whole exp2 for four weights. Four keys pay it for sixteen, and then the count is nearer to that of the product
-# alone, but the speed is not: how long instructions wait for one another, counting does not show. Two passes keep the exponentials out of
-# this loop.
+# With one key at a time, a whole exp2 is computed for four weights; with four keys, for sixteen. Then the count is nearer to that of the
+# product alone, but the speed is not: a count does not show how long instructions wait for one another. Two passes keep the exponentials
+# out of this loop.
 #
 # And what does the product alone lack of the peak? Time two lengths to tell its loop from the rest of the call:
 
@@ -277,9 +277,10 @@ table(("instruction", *reports), [(kind, *counts) for kind, counts in kinds.item
 # where the sums and V take them all, patterns come from the stack. A broadcast out of memory is one load. So the finding depends on
 # the machine: shuffling is better where loads are the limit, loading where shuffles are.
 #
-# For the A64FX there is a model of the same kernels in SVE (`numflash estimate exp2`), where a DUP takes one of the two arithmetic pipes and
-# LD1RW a load pipe. Four keys at a time with the exact exp2: 26.1 cycles a key by DUP, and by LD1RW 19.0 if no load waits for the weight
-# that was just stored, 40.2 if every one does. The document's finding is a machine that waits. Two passes take 11.3 and need neither.
+# For the A64FX there is a model of the same kernels in SVE (`numflash estimate exp2`), where a DUP takes one of the two arithmetic pipes
+# and LD1RW a load pipe. Four keys at a time with the exact exp2: 26.1 cycles a key by DUP, and by LD1RW 19.0 if no load waits for the
+# weight that was just stored, 40.2 if every one does. So the document's finding fits a machine on which every such load waits. Two passes
+# take 11.3 cycles and need neither.
 #
 # ## Which exp2?
 #
