@@ -13,7 +13,7 @@
 # >
 # > **Where you are:** GPU path, stop 1 of 6: **13** → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → [16](16_flash_attention_2.ipynb) → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
 # >
-# > **Time:** 30 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
+# > **Time:** 30 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb), [01](01_online_softmax.ipynb).
 # >
 # > **Terms:** [ptx](../docs/glossary.md#ptx), [emulator](../docs/glossary.md#emulator), [block](../docs/glossary.md#block), [warp](../docs/glossary.md#warp), [sector](../docs/glossary.md#sector), [coalesced](../docs/glossary.md#coalesced), [shared memory](../docs/glossary.md#shared-memory), [barrier](../docs/glossary.md#barrier), [race](../docs/glossary.md#race).
 # >
@@ -144,7 +144,9 @@ assert all(answer_of("13.1")(stride, 4) == by_stride[stride] for stride in strid
 # ## Shared memory: read once, use often
 #
 # Each SM has memory of its own, which all threads of a block can read and write. Attention gains from it, because every row of Q needs
-# all of K. This is the first kernel of the GPU's ladder: chapter 01's step, one thread for each row of Q, and all keys from global memory.
+# all of K. This is the first kernel of the GPU's ladder: chapter 01's step, one thread for each row of Q, and all keys from global
+# memory. (`ptx.fmax` and `ptx.ex2` are single instructions, a maximum and 2**x; `alpha` is chapter 01's shrink; `LOWEST` is a large
+# negative number. `Source` holds the kernel, the types of its arguments and its threads per block.)
 
 # %%
 print(inspect.getsource(scalar.one_thread_per_row))

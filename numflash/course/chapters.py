@@ -192,7 +192,7 @@ CHAPTERS = {
         "13_threads_warps_memory",
         (30, 30),
         "32 threads move together, and memory is near (shared) or far (global).",
-        ("00",),
+        ("00", "01"),
         (
             "ptx",
             "emulator",
