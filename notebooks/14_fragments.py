@@ -50,8 +50,9 @@ device = card()
 # written in the PTX manual (the section on the matrix fragments of `mma.m16n8k16` with floating point types). The kernel below computes
 # it from group = lane / 4 and t = lane % 4:
 #
-# (`numflash.cuda.instructions.ptx` gives PTX instructions that Numba lacks a name in Python; `mma(fc, 0, fa, 0, fb, 0)` is the product of the arrays'
-# elements from 0 on. `x.view(u32)` shows an array of halves as pairs.)
+# (`numflash.cuda.instructions.ptx` gives PTX instructions that Numba lacks a name in Python; `mma(fc, 0, fa, 0, fb, 0)` is the product of
+# the arrays' elements from 0 on. `x.view(u32)` shows an array of halves as pairs. `x >> n` is x // 2**n, and `x & 3` is x % 4: a GPU has
+# single instructions for them.)
 
 # %%
 mma = ptx.mma["float16"]
