@@ -112,10 +112,11 @@ for ax, layout in zip(axes, ("naive", "padded", "swizzled"), strict=True):
 _ = axes[0].set_ylabel("row of the tile")
 
 # %% [markdown]
-# There are two remedies. *Padding*: 16 bytes more per row, and the next row starts one group further. It costs memory, and a tile that the
-# copy engine of newer GPUs brings (TMA, chapter 17) cannot have it. *Swizzling*: chunk c of row r is stored at place c XOR (r % 8). For a fixed c that is a different place for
-# each of 8 rows, and a row's chunks only change places, so nothing is lost. A swizzle of
-# single columns, `col ^ (row & 7)`, would split the 16-byte chunks, which `ldmatrix` and 16-byte copies need in one piece.
+# There are two remedies. *Padding*: 16 bytes more per row, and the next row starts one group further. It costs memory, and a tile that
+# the copy engine of newer GPUs brings (TMA, chapter 17) cannot have it. *Swizzling*: chunk c of row r is stored at place c XOR (r % 8).
+# (XOR compares two numbers bit by bit; a bit of the result is 1 where they differ. Python writes it `c ^ r`.) For a fixed c that is a
+# different place for each of 8 rows, and a row's chunks only change places, so nothing is lost. A swizzle of single columns, `col ^ (row
+# & 7)`, would split the 16-byte chunks, which `ldmatrix` and 16-byte copies need in one piece.
 #
 # **Exercise 2.** Return the byte offset of element (row, column) in a swizzled tile of D = 64 halves.
 
