@@ -81,6 +81,12 @@ rows = {row["rung"]: row for row in study.climb(length, d, rungs=FA2)}
 for row in rows.values():
     print(f"{row['rung']:>2}  {row['name']}: {row['why']}")
 
+# %% [markdown]
+# Three tables of counts follow. Go down one column at a time, and look for the rung at which it changes. *error* is relative to float64;
+# *tensor op.* are products on tensor cores; *global KB* is what the SMs ask of global memory, before any cache; *passes* and *conflicts*
+# are those of chapter 15. The second table says what kinds of instructions there are, the third what one thread and one block need.
+# (*stack* and *spills* are 0 where all numbers of a thread fit its registers.)
+
 # %%
 table(["rung", "error", "warp instr.", "tensor op.", "global KB", "shared KB read", "passes", "conflicts", "barriers"],
       [[n, f"{r['error']:.1e}", r["warp_instructions"], r["tensor_operations"], r["global_moved"] / 1000,
@@ -94,12 +100,11 @@ if rows["1"]["registers"] is not None:                     # needs the sass extr
     assert {r["stack"] for r in rows.values()} == {r["spills"] for r in rows.values()} == {0}
 
 # %% [markdown]
-# Read it from top to bottom. **2** moves the traffic from global to shared memory. **3** shows that tensor cores for one of the two
-# products gain little: the scalar P . V is as long as before, and the weights now go through shared memory. **4** is the large step:
-# fewer instructions by an order of magnitude, because one instruction does 4096 flop. **5** removes the conflicts, **6** one of two
-# barriers, and its copies run beside the arithmetic; a counter cannot show overlap, only a clock can. **7a** and **7b** are chapter 06
-# again: what is in registers is used more often. From 4 on the largest class is moves and address arithmetic, nearly half of all PTX
-# instructions.
+# **2** moves the traffic from global to shared memory. **3** shows that tensor cores for one of the two products gain little: the scalar
+# P . V is as long as before, and the weights now go through shared memory. **4** is the large step: fewer instructions by an order of
+# magnitude, because one instruction does 4096 flop. **5** removes the conflicts, **6** one of two barriers, and its copies run beside the
+# arithmetic; a counter cannot show overlap, only a clock can. **7a** and **7b** use what is in registers more often (on a CPU that is
+# chapter 06). From 4 on the largest class is moves and address arithmetic, nearly half of all PTX instructions.
 #
 # **Exercise 1.** How many m16n8k16 products does attention take: `queries` x `keys` with `d` channels, all multiples of 16?
 
