@@ -217,9 +217,11 @@ _ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory",
 # ## A kernel of your own
 #
 # **Exercise 4.** In chapter 01 you wrote tiled attention in NumPy. Write it as a kernel that Numba compiles (chapter 00 says what matters
-# there): loops over single numbers, tiles of 24 rows and 32 keys. `scale` contains log2(e), so weights are powers of two. Store the result in
-# `out` (L, D). Scratch arrays like `np.empty((24, 32), np.float32)` are made once, before the loops. The check compares the numbers with
-# float64 for several sizes, and asks whether the function is compiled. (`compiled_tiled.py_func(...)` runs it in the interpreter.)
+# there): loops over single numbers, tiles of 24 rows and 32 keys. `scale` contains log2(e), so weights are powers of two. Store the
+# result in `out` (L, D). Scratch arrays like `np.empty((24, 32), np.float32)` are made once, before the loops. The check compares the
+# numbers with float64 for several sizes, and asks whether the function is compiled. (Compiled code does not test its indices: one beyond
+# the end of an array reads or overwrites other memory. `compiled_tiled.py_func(...)` runs the function in the interpreter, which raises
+# an IndexError there.)
 
 # %% tags=["exercise"]
 @kernel

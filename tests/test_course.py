@@ -363,6 +363,20 @@ def test_a_kernel_must_be_compiled_and_right():
     def untyped(q, k, v, scale, out):
         out[0, 0] = "zero"
 
+    @njit
+    def whole_tiles(q, k, v, scale, out):
+        for row in range(0, q.shape[0], 24):
+            s, m = np.zeros((24, k.shape[0]), np.float32), np.zeros(24, np.float32)
+            for i in range(24):
+                for j in range(k.shape[0]):
+                    for e in range(q.shape[1]):
+                        s[i, j] += q[row + i, e] * k[j, e] * scale
+                m[i] = s[i].max()
+                w = np.exp2(s[i] - m[i])
+                for e in range(v.shape[1]):
+                    out[row + i, e] = (w * v[:, e]).sum() / w.sum()
+
+    assert "50 queries, 70 keys, D = 8, scale 0.5: it writes behind" in c02._compiled(whole_tiles)
     assert "48 queries, 64 keys" in c02._compiled(one_query)
     assert "it does not compile" in c02._compiled(untyped)
 

@@ -51,15 +51,19 @@ def not_compiled(error: NumbaError) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = [x.strip() for x in plain.splitlines() if x.strip() and "pipeline" not in x]
     at = re.search(r'" at (.+) \((\d+)\)', plain)
-    words = f"it does not compile: {said[0] if said else type(error).__name__}"
+    first = said[0] if said else type(error).__name__
+    if first.endswith(":"):  # what it is about comes in the next line
+        first = " ".join([first, *said[1:2]])
+    words = f"it does not compile: {first}"
     return words + (at_line(at[1], int(at[2])) if at else "")
 
 
 def _usual_cause(said: str) -> str:
-    if re.search(r"NRT required|matmul|setitem|getitem", said):
+    if re.search(r"NRT required|matmul|setitem|getitem|No implementation of function", said):
         return (
             "\n   The usual cause: a kernel computes with single numbers. It cannot assign rows or "
-            "slices of an\n   array, nor use `@`: give every index, and loop."
+            "slices of an\n   array, nor use `@`, nor NumPy's functions of arrays: give every index, "
+            "and loop."
         )
     if "not defined" in said:
         return "\n   A name is misspelt, or used before it is set."
