@@ -10,7 +10,6 @@ from ..cpu.semantics import NO_TILES, ScoreTiles
 from .evaluate import evaluate
 from .machine import Tile, tile
 from .prepared import EMPTY, FULL, Prepared, prepare
-from .program import Program
 
 if TYPE_CHECKING:
     from .device import OnDevice
@@ -149,7 +148,7 @@ class Fused:
         prepared, key = self.prepared, (kind, shape)
         found = prepared.plans.get(key)
         if found is None:
-            made = Program(prepared.graph, prepared.score, None, prepared.mask, shape)
+            made = prepared.program(prepared.score, None, prepared.mask, shape)
             found = keep(prepared, key, tile(made, cached=kind))
         return found
 
@@ -173,8 +172,7 @@ class Fused:
         double: bool = False,
         gradient: bool = False,
     ) -> Tile:
-        program = Program(self.prepared.graph, score, slope, mask, shape)
-        return tile(program, double, gradient)
+        return tile(self.prepared.program(score, slope, mask, shape), double, gradient)
 
 
 def spans(states: np.ndarray, keys: int) -> np.ndarray:

@@ -8,6 +8,7 @@ unbounded, and `overflow` says that the kernels must compute in 64 bits.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,8 +52,9 @@ class Intervals:
     Parameters
     ----------
     ranges : Interval of each index by name
-    contents : bool
-        Use the captured arrays' contents, else only their dtypes (contents may change later).
+    assumed : dict of an array's number to Interval, or None
+        Bounds of what captured arrays contain, of others only their dtypes: contents may change.
+        None: the contents of now.
     axes : dict of name to Axis
         Where an index runs in blocks of `ranges`; makes bounds of array[q] those of each block.
     """
@@ -61,20 +63,20 @@ class Intervals:
         self,
         graph: Graph,
         ranges: dict[str, Interval],
-        contents: bool = True,
+        assumed: dict[int, Interval] | None = None,
         axes: dict[str, Axis] | None = None,
     ) -> None:
-        self.graph, self.ranges, self.contents, self.axes = graph, ranges, contents, axes or {}
+        self.graph, self.ranges, self.assumed, self.axes = graph, ranges, assumed, axes or {}
         self.known: dict[int, Interval] = {}
         self.overflow = False
 
-    def of(self, root: Node) -> Interval:
-        """The bounds of a node."""
+    def of(self, *roots: Node) -> Interval:
+        """The bounds of nodes: those of the last one."""
         with np.errstate(all="ignore"):
-            for x in reachable([root]):
+            for x in reachable(roots):
                 if x.number not in self.known:
                     self.known[x.number] = self._settle(x, self._bounds(x))
-        return self.known[root.number]
+        return self.known[roots[-1].number]
 
     def _settle(self, x: Node, found: Interval) -> Interval:
         """Integers within 32 bits or unbounded, floats without NaN as a bound."""
@@ -128,8 +130,8 @@ class Intervals:
     def _load(self, x: Node) -> Interval:
         array = self.graph.arrays[x.data]
         index = [self.known[y.number] for y in x.args]
-        if not self.contents:
-            return _any_of(array.dtype)
+        if self.assumed is not None:
+            return self.assumed.get(x.data) or _any_of(array.dtype)
         if array.dtype.kind not in "biuf":
             array = array.astype(np.float32)
         nan = array.dtype.kind == "f" and bool(np.isnan(array).any())
@@ -328,6 +330,33 @@ def _rising_rule(op: str) -> Any:
 
 for _op in (*MONOTONE, *ROUNDINGS):
     setattr(Intervals, f"_f_{_op}", _rising_rule(_op))
+
+
+def roughly(array: np.ndarray) -> Interval:
+    """Bounds of an array's contents, up to powers of two, so that they hold after small changes."""
+    low, high = _extent(array)
+    if not (np.isfinite(low) and np.isfinite(high)):
+        return Interval(-INFINITE, INFINITE, True)
+    return Interval(-_power(-low), max(0.0, _power(high) - 1))
+
+
+def within(array: np.ndarray, bounds: Interval) -> bool:
+    """Whether an array's contents keep to bounds."""
+    if bounds.nan:
+        return True
+    low, high = _extent(array)
+    return bool(bounds.low <= low and high <= bounds.high)
+
+
+def _extent(array: np.ndarray) -> tuple[float, float]:
+    """The smallest and the largest element, NaN if one is."""
+    array = array if array.dtype.kind in "biuf" else array.astype(np.float32)
+    return float(array.min()), float(array.max())
+
+
+def _power(x: float) -> float:
+    """The power of two above x, 0 of what is not above 0."""
+    return 2.0 ** math.ceil(x).bit_length() if x > 0 else 0.0
 
 
 def _exact(x: Any) -> Any:

@@ -14,8 +14,8 @@ from ..errors import ArgumentError, ArgumentTypeError
 from .gradient import derivative
 from .graph import INDICES, Graph, Node, Untraceable, reachable
 from .identity import identity
-from .intervals import Axis, Interval, Intervals
-from .program import readable
+from .intervals import Axis, Interval, Intervals, within
+from .program import Program, readable
 from .soft_cap import soft_cap
 from .tracing import Capture, record
 
@@ -68,6 +68,22 @@ class Prepared:
         self.capture = capture
         self._slope: Node | None = None
         self.plans: dict[Any, Any] = {}
+        self.assumed: dict[int, Interval] = {}  # of arrays, by their numbers: `Program.assumed`
+
+    def program(
+        self, score: Node | None, slope: Node | None, mask: Node | None, shape: Any
+    ) -> Program:
+        """Some of the values as a program; `current` sees to it that its assumptions hold."""
+        made = Program(self.graph, score, slope, mask, shape)
+        for n, x in (made.assumed or {}).items():
+            y = self.assumed.get(n, x)
+            self.assumed[n] = Interval(max(x.low, y.low), min(x.high, y.high), x.nan and y.nan)
+        return made
+
+    def current(self) -> bool:
+        """Whether names have the values that were traced, and arrays still fit the code."""
+        arrays = self.graph.arrays
+        return self.capture.current() and all(within(arrays[n], x) for n, x in self.assumed.items())
 
     @property
     def slope(self) -> Node:
@@ -166,7 +182,7 @@ def prepare(score_mod: Callable | None, mask_mod: Callable | None) -> Prepared:
     held: list[Any] = []
     key = identity(score_mod, held), identity(mask_mod, held)
     known = _known.get(key)
-    if known is not None and known[0].capture.current():
+    if known is not None and known[0].current():
         return known[0]
     made = Prepared(score_mod, mask_mod)
     if not made.capture.steady:

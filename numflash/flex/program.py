@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from .graph import INDICES, Graph, Node, reachable
-from .intervals import UNBOUNDED, Interval, Intervals
+from .intervals import UNBOUNDED, Interval, Intervals, roughly
 
 STEPS = ("floordiv", "mod", "shl", "shr")  # whose right operand is part of the code
 LITERALS = (0, 1, -1, 2, 0.5, math.inf, -math.inf)
+MOST_READ = 1 << 18  # elements of an array whose contents may be looked at before every call
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Program:
     ----------
     score, slope, mask : the values to compute, None where there is none to
     shape : (B, H, L, S): ranges of the indices; proves indices and 32-bit integers safe
+
+    Attributes
+    ----------
+    assumed : by the number of an array, bounds of its contents on which 32-bit integers rely; None
+        where integers have 64 bits (`wide`)
     """
 
     def __init__(
@@ -96,11 +102,10 @@ class Program:
         ranges = {
             name: Interval(0.0, max(0.0, n - 1.0)) for name, n in zip(INDICES, shape, strict=True)
         }
-        whole = Intervals(graph, ranges)
-        for root in roots:
-            whole.of(root)
-        self.wide = whole.overflow
-        self.bounds = self._index_bounds(ranges)
+        proof = Intervals(graph, ranges, assumed={})
+        self.assumed = self._narrow(proof)
+        self.wide = self.assumed is None
+        self.bounds = self._index_bounds(proof)
         self.places = {x.number: n for n, x in enumerate(self.nodes)}
         ends = " ".join(
             "-" if x is None else str(self.places[x.number]) for x in self.roots_by_name
@@ -111,9 +116,22 @@ class Program:
         """A captured array as the code reads it."""
         return readable(x)
 
-    def _index_bounds(self, ranges: dict[str, Interval]) -> dict[tuple[int, int], Bounds]:
+    def _narrow(self, proof: Intervals) -> dict[int, Interval] | None:
+        """What is assumed of arrays for integers of 32 bits; None where they may need more."""
+        whole = [x for x in self.nodes if x.kind == "i"]
+        if not whole:
+            return {}
+        proof.of(*whole)
+        if not proof.overflow:
+            return {}
+        arrays = {x.data: self.graph.arrays[x.data] for x in reachable(whole) if x.op == "load"}
+        assumed = {n: roughly(x) for n, x in arrays.items() if x.size <= MOST_READ}
+        second = Intervals(self.graph, proof.ranges, assumed)
+        second.of(*whole)
+        return None if second.overflow else assumed
+
+    def _index_bounds(self, proof: Intervals) -> dict[tuple[int, int], Bounds]:
         """Of each index of each load; what arrays contain is not relied on."""
-        proof = Intervals(self.graph, ranges, contents=False)
         found = {}
         for x in self.nodes:
             if x.op != "load":

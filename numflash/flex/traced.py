@@ -288,6 +288,12 @@ def host_array(x: Any) -> np.ndarray | None:
     return x.numpy()
 
 
+def owner_of(x: Any) -> Any:
+    """The caller's array or tensor; of one that the function makes, itself."""
+    owner = getattr(x, "owner", None)
+    return x if owner is None else owner
+
+
 def scalar(graph: Graph, x: Any) -> Any:
     """A number, traced or not, or an array without dimensions, as a traced one."""
     if isinstance(x, Scalar):
@@ -304,7 +310,7 @@ def scalar(graph: Graph, x: Any) -> Any:
             raise Untraceable(
                 f"an array of shape {array.shape} where one number is needed: index it"
             )
-        return Scalar(graph, graph.load(graph.array(array, x), ()))
+        return Scalar(graph, graph.load(graph.array(array, owner_of(x)), ()))
     if isinstance(x, Several):
         return _one(x)
     return Scalar(graph, graph.constant(x))
@@ -407,7 +413,8 @@ def _elementwise(
         elif isinstance(x, Several):
             x = x.items
         elif array is not None and array.ndim == 1:
-            x = [indexed(graph, array, x, (n,)) for n in range(min(len(array), LONGEST_ROW + 1))]
+            owner, count = owner_of(x), min(len(array), LONGEST_ROW + 1)
+            x = [indexed(graph, array, owner, (n,)) for n in range(count)]
         elif array is not None and array.ndim:
             raise Untraceable(f"an array of shape {array.shape} beside traced values: index it")
         if isinstance(x, list):

@@ -11,6 +11,7 @@ import pytest
 
 import numflash
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from numflash.flex.prepared import prepare
 
 torch = pytest.importorskip("torch")
 import numflash.torch  # noqa: E402
@@ -112,6 +113,41 @@ def test_integers_of_a_mask_are_exact():
     odd = numflash.create_block_mask(lambda b, h, i, j: (j**2) % 2 == 1, None, None, 1, 6000)
     _, lse = numflash.flex_attention(keys[:, :, :1], keys, keys, None, odd, return_lse=True)
     assert np.exp(lse[0, 0, 0]) == pytest.approx(3000)
+
+
+def test_integers_may_outgrow_32_bits_between_two_calls():
+    """Code is for 32 bits while contents allow it."""
+    q, k, v = operands()
+    few, many = np.zeros(L, np.int64), np.zeros((1 << 18) + 1, np.int64)
+
+    def of_few(s, b, h, i, j):
+        return s - 3.0 * (few[j] > 5)
+
+    def of_many(s, b, h, i, j):
+        return s - 3.0 * (many[j] > 5)
+
+    for table, f in ((few, of_few), (many, of_many)):
+        for value in (0, 2**40):
+            table[: L // 2] = value
+            of_torch = torch.tensor(table)
+            want, _ = of_pytorch(q, k, v, lambda s, b, h, i, j, t=of_torch: s - 3.0 * (t[j] > 5))
+            assert np.abs(numflash.flex_attention(q, k, v, f) - want.detach().numpy()).max() < 1e-5
+
+
+def test_contents_that_change_a_little_are_not_traced_again():
+    offset, bias = np.array(100), np.zeros(L, np.float32)
+
+    def f(s, b, h, i, j):
+        return s + bias[j] * (j < offset + i)
+
+    q, k, v = operands()
+    numflash.flex_attention(q, k, v, f)
+    before = prepare(f, None)
+    assert "wide False" in numflash.flex.listing(f, shape=(1, 1, L, L))
+    offset[...], bias[:] = 101, np.nan
+    assert prepare(f, None) is before
+    offset[...] = -1
+    assert prepare(f, None) is not before
 
 
 REFUSED = {
