@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .graph import INDICES, Graph, Node, reachable
-from .intervals import UNBOUNDED, Interval, Intervals, roughly
+from .intervals import INT32, UNBOUNDED, Interval, Intervals, roughly
 
 STEPS = ("floordiv", "mod", "shl", "shr")  # whose right operand is part of the code
 LITERALS = (0, 1, -1, 2, 0.5, math.inf, -math.inf)
@@ -118,6 +118,8 @@ class Program:
 
     def _narrow(self, proof: Intervals) -> dict[int, Interval] | None:
         """What is assumed of arrays for integers of 32 bits; None where they may need more."""
+        if any(n >= INT32 for number in self.tables for n in self.arrays[number].shape):
+            return None  # a negative index counts from an end that 32 bits do not hold
         whole = [x for x in self.nodes if x.kind == "i"]
         if not whole:
             return {}

@@ -134,6 +134,18 @@ def test_integers_may_outgrow_32_bits_between_two_calls():
             assert np.abs(numflash.flex_attention(q, k, v, f) - want.detach().numpy()).max() < 1e-5
 
 
+def test_indices_of_an_axis_beyond_32_bits():
+    """Of 4 GiB that nothing has touched but the ends."""
+    long = np.zeros(2**32 + 3, np.int8)
+    long[:L], long[-L:] = 1, 7
+    q, k, v = operands()
+    out = numflash.flex_attention(q, k, v, lambda s, b, h, i, j: s + 0.1 * long[i - j])
+    want, _ = of_pytorch(
+        q, k, v, lambda s, b, h, i, j: s + 0.1 * torch.where(i < j, 7.0, 1.0).to(s.dtype)
+    )
+    assert np.abs(out - want.detach().numpy()).max() < 1e-5
+
+
 def test_contents_that_change_a_little_are_not_traced_again():
     offset, bias = np.array(100), np.zeros(L, np.float32)
 
