@@ -43,7 +43,7 @@ def fuse(score_mod: ScoreFunction | None, block_mask: Any, problem: Problem) -> 
         raise ArgumentError(
             f"block_mask: got one for (B, H, L, S) = {block_mask.shape}; allowed: {shape}, B and H may be 1"
         )
-    return block_mask._fused(prepare(score_mod, block_mask.mask_mod))
+    return block_mask._fused(prepare(score_mod, block_mask.mask_mod), entries, heads)
 
 
 def of_sequences(

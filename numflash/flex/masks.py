@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arrays import import_array
-from .fused import Fused
+from .fused import Fused, fused_of
 from .prepared import EMPTY, FULL, PARTIAL, Prepared, prepare
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -53,9 +53,19 @@ class BlockMask:
         self.shape = (*batch_and_heads, *seq_lengths)
         self._finer = (self.states, block_size) if finer is None else finer  # what kernels skip by
         self._last: Fused | None = None
+        self._by_function = False  # the blocks say no more than `mask_mod`
 
-    def _fused(self, prepared: Prepared) -> Fused:
-        """The functions with these blocks as a problem carries them; kept for the next call."""
+    def _fused(self, prepared: Prepared, entries: int, heads: int) -> Fused:
+        """The functions with these blocks as a problem carries them; kept for the next call.
+
+        Blocks of one entry or head say nothing of others that the function tells apart.
+        """
+        assert prepared.mask is not None
+        sizes = (("b", self.shape[0], entries), ("h", self.shape[1], heads))
+        if self._by_function and any(
+            made < asked and name in prepared.mask.uses for name, made, asked in sizes
+        ):
+            return fused_of(prepared)
         found = self._last
         if found is None or found.prepared is not prepared:
             found = self._last = Fused(prepared, *self._finer)
@@ -315,7 +325,8 @@ def create_block_mask(
         True where query q_idx of head h in batch entry b may see key kv_idx; in NumPy's, PyTorch's
         or plain operators. Captured arrays may be NumPy's or PyTorch's.
     B, H : int or None
-        Batch entries and heads; None where the mask is the same for all.
+        Batch entries and heads; None where the mask is the same for all. Where it is not, the
+        function is asked for each pair.
     Q_LEN, KV_LEN : int
     BLOCK_SIZE : int or (queries, keys)
 
@@ -341,7 +352,9 @@ def create_block_mask(
     if not any(n % FINER for n in block) and states.size * FINER**2 <= MOST_FINER:
         small = block[0] // FINER, block[1] // FINER
         finer = prepared.block_states(sizes, small), small
-    return BlockMask(mask_mod, states, (length, s), block, (nb, nh), finer)
+    made = BlockMask(mask_mod, states, (length, s), block, (nb, nh), finer)
+    made._by_function = True
+    return made
 
 
 def and_masks(*mask_mods: MaskFunction) -> MaskFunction:

@@ -42,7 +42,7 @@ def _block_mask(given: Any) -> BlockMask | None:
                 given.full_kv_indices,
             )
         )
-        _converted[given] = BlockMask.from_kv_blocks(
+        made = BlockMask.from_kv_blocks(
             counts,
             indices,
             full_counts,
@@ -51,6 +51,8 @@ def _block_mask(given: Any) -> BlockMask | None:
             given.mask_mod,
             given.seq_lengths,
         )
+        made._by_function = True  # PyTorch's own code on the CPU uses nothing but the function
+        _converted[given] = made
     return _converted[given]
 
 

@@ -26,6 +26,19 @@ def test_states_are_right_and_mostly_exact(mask_mod, size):
         assert np.array_equal(found, wanted)
 
 
+def test_blocks_of_one_entry_or_head_are_not_those_of_others():
+    """B and H None for a function that depends on them: its own word counts, as in PyTorch."""
+    q, k, v = g.operands()
+
+    def by_head(b, h, q, k):
+        return (k < 40) | (h > 1)
+
+    for function in (g.padded, by_head):
+        mask = numflash.create_block_mask(function, None, None, g.L, g.S, 32)
+        out = numflash.flex_attention(q, k, v, block_mask=mask)
+        assert np.abs(out - g.oracle(q, k, v, mask_mod=function)[0]).max() < 2e-6
+
+
 def test_a_picture_in_the_terminal():
     mask = numflash.create_block_mask(g.causal, None, None, 64, 64, 16)
     assert mask.to_string() == "░░\n██░░\n████░░\n██████░░"

@@ -69,6 +69,21 @@ def test_torch_itself_gives_the_same():
     assert torch.allclose(found, wanted, atol=3e-6)
 
 
+def test_a_mask_made_for_all_entries_of_a_function_that_tells_them_apart():
+    q, k, v = (x.detach() for x in tensors())
+    lengths = torch.tensor([20, L])
+
+    def padded(b, h, q, k):
+        return k < lengths[b]
+
+    mask = flex.create_block_mask(padded, None, None, L, L, device="cpu", BLOCK_SIZE=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = flex.flex_attention(q, k, v, None, mask, enable_gqa=True)
+    found = numflash.torch.flex_attention(q, k, v, None, mask, enable_gqa=True)
+    assert torch.allclose(found, wanted, atol=3e-6)
+
+
 def test_our_own_block_masks_and_bfloat16():
     q, k, v = (x.detach() for x in tensors(torch.bfloat16))
     mask = numflash.create_block_mask(mask_mod, None, None, L, L, 16)
