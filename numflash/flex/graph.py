@@ -89,7 +89,6 @@ UNARY = (
     "sigmoid", "floor", "ceil", "round", "trunc", "detach",
 )  # fmt: skip
 OF_BOOLEANS = {"add": "or", "max": "or", "mul": "and", "min": "and"}  # as NumPy and PyTorch do
-LARGEST_POWER = 8  # of integers, that becomes products
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 ROUNDINGS = ("floor", "ceil", "round", "trunc")
 WIDTH = {"b": 0, "i": 1, "f": 2}
@@ -213,9 +212,7 @@ class Graph:
                 raise Untraceable("`-` of booleans: write `^`, or cast them to integers")
             kind = "i"
         if op == "pow" and kind != "f":
-            power = self._power_of_integers(*args)
-            if power is not None:
-                return power
+            return self._power_of_integers(*args)
         if rule == "logic":
             if kind == "f":
                 raise Untraceable(f"`{op}` takes booleans or integers, not floats")
@@ -239,13 +236,17 @@ class Graph:
         folded = self._fold(op, args, kind)
         return folded if folded is not None else self._node(op, args, kind)
 
-    def _power_of_integers(self, x: Node, y: Node) -> Node | None:
-        """x ** y of integers with a small constant exponent, exact; None of others."""
-        if y.op != "const" or not 0 <= y.data <= LARGEST_POWER:
-            return None
+    def _power_of_integers(self, x: Node, y: Node) -> Node:
+        """x ** y of integers with a constant exponent, exact as far as 64 bits go."""
+        if y.op != "const" or y.data < 0:
+            raise Untraceable(
+                "a power of integers, whose exponent is not a number from 0 on: make one of them a "
+                "float, as in 2.0 ** x, or write 1 << x"
+            )
         out, x = self.constant(1), self.cast(x, "i")
-        for _ in range(int(y.data)):
-            out = self.make("mul", out, x)
+        for bit in f"{int(y.data):b}":
+            out = self.make("mul", out, out)
+            out = self.make("mul", out, x) if bit == "1" else out
         return out
 
     def _power(self, x: Node, y: Node) -> Node | None:
