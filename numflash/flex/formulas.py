@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .graph import Graph, Untraceable
-from .traced import Scalar, Values, apply, scalar
+from .traced import Scalar, Values, apply, host_array, scalar
 
 CASTS = {
     "float": "f",
@@ -29,17 +29,26 @@ UNCHANGED = (
     "item", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "clone", "cpu", "copy",
     "expand", "expand_as", "alias", "ravel", "positive",
 )  # fmt: skip
-NARROW = ("int8", "uint8", "int16", "uint16", "short")  # integers of numbers that may not fit
+# dtypes of either library, by what stands for them here; of others values would wrap or round
+DTYPES = {
+    "b": ("bool", "bool_"),
+    "i": ("int", "int32", "int64", "long", "longlong", "intc", "intp"),
+    "f": (
+        "float", "float16", "bfloat16", "float32", "float64", "half", "single", "double", "longdouble", "float128",
+    ),
+}  # fmt: skip
 
 
 def kind_of(dtype: Any) -> str:
     """The kind ("b", "i" or "f") of a NumPy or PyTorch dtype, or of a Python type."""
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
-    if name in NARROW:
-        raise Untraceable(f"a cast to {name}: integers do not wrap here; write `& 255` or `% 2**n`")
-    if name.startswith("bool"):
-        return "b"
-    return "i" if name.startswith(("int", "uint", "long", "short")) else "f"
+    kind = next((kind for kind, names in DTYPES.items() if name in names), None)
+    if kind is None:
+        raise Untraceable(
+            f"a cast to {name}: integers do not wrap here (write `& 255` or `% 2**n`), and floats are "
+            "float32; allowed: bool, int32, int64, and floats of 16 bits and more"
+        )
+    return kind
 
 
 def _where(graph: Graph, condition: Any, x: Any, y: Any) -> Scalar:
@@ -89,13 +98,14 @@ def _view(graph: Graph, x: Any, *shape: Any, dtype: Any = None) -> Scalar:
 
 
 def _to(graph: Graph, x: Any, *args: Any, **options: Any) -> Scalar:
-    wanted = [
-        y
-        for y in (*args, options.get("dtype"))
-        if y is not None and not isinstance(y, (bool, Values))
-    ]
-    dtypes = [y for y in wanted if not isinstance(y, str) and type(y).__name__ != "device"]
-    return scalar(graph, x).cast(kind_of(dtypes[0])) if dtypes else scalar(graph, x)
+    found = scalar(graph, x)
+    for y in (*args, *(options[name] for name in ("dtype", "other") if name in options)):
+        if isinstance(y, Values) or host_array(y) is not None:  # as another one
+            y = y.dtype
+        device = type(y).__name__ == "device" or (isinstance(y, str) and "Tensor" not in y)
+        if not (device or isinstance(y, bool)):
+            found = found.cast(kind_of(y))
+    return found
 
 
 def _astype(graph: Graph, x: Any, dtype: Any, **_: Any) -> Scalar:

@@ -58,6 +58,9 @@ SCORES = {
     "round": lambda s, b, h, i, j: s + torch.round(j * 0.3, decimals=0),
     "power of integers": lambda s, b, h, i, j: s + ((i - j) ** 2) * 0.01,
     "large power of integers": lambda s, b, h, i, j: s + (j**13 % 7 + (j - i) ** 27 % 5) * 0.1,
+    "to the dtype of another": lambda s, b, h, i, j: (
+        s + 0.5 * (s * 3).to(torch.tensor(1)) + i.to(s) * 0.1
+    ),
     "shift by 32 and more": lambda s, b, h, i, j: s + ((torch.tensor(BITS)[i] >> j) & 3),
     "shift of one": lambda s, b, h, i, j: s + ((torch.ones_like(j) << j) & 0xFF00000000) * 1e-11,
     "float_power": lambda s, b, h, i, j: s + torch.float_power(j, 2).to(s.dtype) * 0.001,
@@ -171,6 +174,10 @@ REFUSED = {
     "power of an integer number": lambda s, b, h, i, j: s + (2**j) % 7,
     "negative power of integers": lambda s, b, h, i, j: s + (j + 1) ** -1,
     "narrow cast": lambda s, b, h, i, j: s + (i - j).to(torch.uint8),
+    "unsigned cast": lambda s, b, h, i, j: np.where((i - j).astype(np.uint32) < 5, s, -np.inf),
+    "cast to float8": lambda s, b, h, i, j: s.to(torch.float8_e4m3fn),
+    "complex cast": lambda s, b, h, i, j: s.astype(complex),
+    "type by name": lambda s, b, h, i, j: s.type("torch.LongTensor"),
     "view as bits": lambda s, b, h, i, j: s.view(torch.int32),
     "difference of booleans": lambda s, b, h, i, j: s * ((i > j) - (j > 3)),
     "two digits": lambda s, b, h, i, j: round(s, 2),
