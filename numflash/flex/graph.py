@@ -182,7 +182,8 @@ class Graph:
             return x
         if x.op == "const":
             if kind == "i" and x.kind == "f" and not math.isfinite(x.data):
-                return self.constant(0)
+                infinite = -(1 << 31) if x.data < 0 else (1 << 31) - 1
+                return self.constant(0 if math.isnan(x.data) else infinite)
             return self.constant({"b": bool, "i": int, "f": float}[kind](x.data))
         return self._node("cast", (x,), kind)
 

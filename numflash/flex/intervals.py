@@ -171,7 +171,9 @@ class Intervals:
             sure = (y.low > 0) | (y.high < 0)
             return Interval(sure * 1.0, ((y.low != 0) | (y.high != 0) | y.nan) * 1.0)
         if x.kind == "i" and x.args[0].kind == "f":
-            low, high = (np.clip(np.trunc(z), -INT32, INT32 - 1) for z in (y.low, y.high))
+            # what is beyond becomes the last float32 below 2**31 in kernels
+            low = np.clip(np.trunc(y.low), -INT32, INT32 - 128)
+            high = np.clip(np.trunc(y.high), -INT32, INT32 - 1)
             return (
                 Interval(np.minimum(low, 0), np.maximum(high, 0)) if y.nan else Interval(low, high)
             )

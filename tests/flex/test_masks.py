@@ -39,6 +39,14 @@ def test_blocks_of_one_entry_or_head_are_not_those_of_others():
         assert np.abs(out - g.oracle(q, k, v, mask_mod=function)[0]).max() < 2e-6
 
 
+def test_a_cast_beyond_32_bits_decides_no_block_that_kernels_see_otherwise():
+    def near(b, h, q, k):
+        return (k * 1e9).astype(int) >= 2147483600
+
+    mask = numflash.create_block_mask(near, None, None, 4, 8, 1)
+    assert (mask.states[..., 3:] == 1).all() and (mask.states[..., :3] == 0).all()
+
+
 def test_a_picture_in_the_terminal():
     mask = numflash.create_block_mask(g.causal, None, None, 64, 64, 16)
     assert mask.to_string() == "░░\n██░░\n████░░\n██████░░"
