@@ -163,6 +163,26 @@ def _expm1(graph: Graph, x: Any) -> Any:
     )
 
 
+def _logaddexp(graph: Graph, x: Any, y: Any) -> Any:
+    """Of equal infinities, whose difference is NaN, too."""
+    x, y = scalar(graph, x), scalar(graph, y)
+    apart = _where(graph, x == y, 0.0, abs(x - y))
+    return apply(graph, "max", (x, y), {}) + _log1p(graph, apply(graph, "exp", (-apart,), {}))
+
+
+def _but_nan(op: str) -> Callable:
+    """The minimum or maximum, of NaN and a number the number."""
+
+    def but_nan(graph: Graph, x: Any, y: Any) -> Any:
+        x, y = scalar(graph, x), scalar(graph, y)
+        found = apply(graph, op, (x, y), {})
+        if found.node.kind != "f":
+            return found
+        return _where(graph, x != x, y, _where(graph, y != y, x, found))
+
+    return but_nan
+
+
 def _sign(graph: Graph, x: Any) -> Any:
     x = scalar(graph, x)
     return (x > 0).cast("i") - (x < 0).cast("i")
@@ -219,8 +239,7 @@ FORMULAS: dict[str, Callable] = {
     "isinf": _of_torch(lambda g, x: abs(x) == np.inf),
     "isfinite": _of_torch(lambda g, x: abs(x) < np.inf),
     "masked_fill": lambda g, x, mask, value: _where(g, mask, value, x),
-    "logaddexp": lambda g, x, y: apply(g, "max", (x, y), {})
-    + _log1p(g, apply(g, "exp", (-abs(scalar(g, x) - y),), {})),
+    "logaddexp": _logaddexp, "fmin": _but_nan("min"), "fmax": _but_nan("max"),
     "tan": _of_torch(lambda g, x: apply(g, "sin", (x,), {}) / apply(g, "cos", (x,), {})),
     "addcmul": lambda g, x, y, z, value=1: scalar(g, x) + value * (scalar(g, y) * z),
     "lerp": lambda g, x, y, w: scalar(g, x) + scalar(g, w) * (scalar(g, y) - x),

@@ -87,17 +87,21 @@ class _Rules:
         return self.zero
 
     def pow(self) -> Node:
+        """By the base and by the exponent, each only where it depends on the score; both are 0, not
+        NaN, where u ** (v - 1) or log(u) is infinite and nothing changes.
+        """
         u, v = self.x.args
-        if self.d[1] is self.zero:
-            lower = self.op("pow", u, self.minus(v, self.one))
-            slope = self.times(v, lower)
-            if v.op != "const":  # 0 * u ** -1 is NaN at u = 0
+        found = self.zero
+        if self.d[0] is not self.zero:
+            slope = self.times(v, self.op("pow", u, self.minus(v, self.one)))
+            if v.op != "const":
                 slope = self.graph.where(self.op("eq", v, self.zero), self.zero, slope)
-            return self.times(slope, self.d[0])
-        grown = self.plus(
-            self.times(self.d[1], self.op("log", u)), self.op("div", self.times(v, self.d[0]), u)
-        )
-        return self.times(self.x, grown)
+            found = self.times(slope, self.d[0])
+        if self.d[1] is not self.zero:
+            grown = self.times(self.x, self.op("log", u))
+            grown = self.graph.where(self.op("eq", u, self.zero), self.zero, grown)
+            found = self.plus(found, self.times(grown, self.d[1]))
+        return found
 
     def tanh(self) -> Node:
         return self.times(self.minus(self.one, self.op("mul", self.x, self.x)), self.d[0])

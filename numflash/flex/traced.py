@@ -328,7 +328,7 @@ def _one(x: Any) -> Scalar:
 FUNCTIONS = {
     "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul",
     "floordiv": "floordiv", "floor_divide": "floordiv", "remainder": "mod", "mod": "mod", "pow": "pow",
-    "power": "pow", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
+    "power": "pow", "minimum": "min", "maximum": "max",
     "min": "min", "max": "max", "abs": "abs", "absolute": "abs", "fabs": "abs", "neg": "neg",
     "negative": "neg", "tanh": "tanh", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2",
     "sqrt": "sqrt", "rsqrt": "rsqrt", "sin": "sin", "cos": "cos", "erf": "erf",

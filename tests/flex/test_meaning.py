@@ -19,6 +19,7 @@ import numflash.torch  # noqa: E402
 F = torch.nn.functional
 L = 40
 BITS = np.random.default_rng(1).integers(0, 2**63, L)
+HOLES = np.where(np.arange(L) % 3, 0.25, np.nan)
 SMALL = torch.from_numpy(np.random.default_rng(2).integers(-5, 6, L))
 
 
@@ -60,6 +61,13 @@ SCORES = {
     "large power of integers": lambda s, b, h, i, j: s + (j**13 % 7 + (j - i) ** 27 % 5) * 0.1,
     "to the dtype of another": lambda s, b, h, i, j: (
         s + 0.5 * (s * 3).to(torch.tensor(1)) + i.to(s) * 0.1
+    ),
+    "fmax": lambda s, b, h, i, j: torch.fmax(s, torch.tensor(HOLES)[j]).fmin(torch.tensor(0.5)),
+    "logaddexp": lambda s, b, h, i, j: torch.logaddexp(
+        torch.where(i < j, -torch.inf, s), torch.where(j > 9, -torch.inf, s * 0.5)
+    ),
+    "power of zero": lambda s, b, h, i, j: (
+        (j % 3) ** s.abs() + (s * (j % 2)).abs() ** (s.abs() * 0.1 + 1)
     ),
     "shift by 32 and more": lambda s, b, h, i, j: s + ((torch.tensor(BITS)[i] >> j) & 3),
     "shift of one": lambda s, b, h, i, j: s + ((torch.ones_like(j) << j) & 0xFF00000000) * 1e-11,
