@@ -366,12 +366,13 @@ def apply(graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any
     if name[1:] in OPERATORS and name not in FUNCTIONS and len(args) == 2:
         args = args[::-1] if name[0] == "r" else args
         name = name[1:] if name[0] in "ri" else name
-    if name in REDUCTIONS or (name in ("min", "max") and len(args) == 1):
+    extreme = name in ("min", "max") and (len(args) == 1 or (_row(args[0]) and _axis(args[1])))
+    if name in REDUCTIONS or extreme:
+        _check_reduction(name, args[1:], options)
         return reduce_values(graph, name, args[0])
     if name in ("dot", "inner", "matmul", "vdot"):
         return reduce_values(graph, "sum", apply(graph, "mul", args, {}))
-    rows = [x for x in args if isinstance(x, (Row, Several)) or _long(x)]
-    if rows:
+    if any(map(_row, args)):
         return _elementwise(graph, name, args, options)
     if name in SPECIAL:
         try:
@@ -396,9 +397,26 @@ def apply(graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any
     return Scalar(graph, graph.make(op, *nodes))
 
 
-def _long(x: Any) -> bool:
+def _row(x: Any) -> bool:
+    """Whether a value is more than one number."""
     array = host_array(x)
-    return array is not None and array.ndim > 0
+    return isinstance(x, (Row, Several)) or (array is not None and array.ndim > 0)
+
+
+def _axis(x: Any) -> bool:
+    """Whether an argument is the axis of a row, and no operand: those are traced, or floats."""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _check_reduction(name: str, more: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Refuse what a sum, ... takes besides the one axis of a row."""
+    axes = [*more, *(options[key] for key in ("axis", "dim") if key in options)]
+    wrong = set(options) - {"axis", "dim", "keepdim", "keepdims"}
+    if wrong or any(x not in (None, 0, -1, (0,), (-1,)) for x in axes):
+        raise Untraceable(
+            f"{name}() of a row cannot be recorded with {', '.join([*sorted(wrong), *map(repr, axes)])}; "
+            "allowed: its only axis"
+        )
 
 
 def _elementwise(
@@ -452,4 +470,6 @@ def reduce_values(graph: Graph, name: str, x: Any) -> Any:
         )
         return total / len(items) if name == "mean" else total
     found = scalar(graph, x)
-    return found.cast("b") if name in ("any", "all") else found
+    if name in ("any", "all"):
+        return found.cast("b")
+    return found.cast("i") if name in ("sum", "prod") and found.node.kind == "b" else found

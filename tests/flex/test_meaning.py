@@ -19,6 +19,7 @@ import numflash.torch  # noqa: E402
 F = torch.nn.functional
 L = 40
 BITS = np.random.default_rng(1).integers(0, 2**63, L)
+ROWS = np.random.default_rng(3).standard_normal((L, 4))
 HOLES = np.where(np.arange(L) % 3, 0.25, np.nan)
 SMALL = torch.from_numpy(np.random.default_rng(2).integers(-5, 6, L))
 
@@ -158,6 +159,21 @@ def test_indices_of_an_axis_beyond_32_bits():
     assert np.abs(out - want.detach().numpy()).max() < 1e-5
 
 
+def test_rows_are_reduced_along_their_axis():
+    q, k, v = operands()
+    rows = torch.tensor(ROWS)
+    for f in (
+        lambda s, b, h, i, j: s + ROWS[j].max(0) + np.min(ROWS[j], 0) + np.sum(ROWS[j], axis=-1),
+        lambda s, b, h, i, j: s + rows[j].amax(-1) + rows[j].amin(dim=0) + torch.sum(rows[j], 0),
+        lambda s, b, h, i, j: s + torch.max(rows[j], 0) + rows[j].min() + 0.5 * np.sum(j >= 0)
+        + rows[j].sum(-1) - 0.25 * (np.sum(j >= 0) + np.sum(i >= 0)),
+    ):  # fmt: skip
+        out = numflash.flex_attention(q, k, v, f)
+        change = rows.amax(-1) + rows.amin(-1) + rows.sum(-1)
+        want, _ = of_pytorch(q, k, v, lambda s, b, h, i, j, t=change: s + t[j])
+        assert np.abs(out - want.detach().numpy()).max() < 1e-5
+
+
 def test_contents_that_change_a_little_are_not_traced_again():
     offset, bias = np.array(100), np.zeros(L, np.float32)
 
@@ -186,6 +202,9 @@ REFUSED = {
     "cast to float8": lambda s, b, h, i, j: s.to(torch.float8_e4m3fn),
     "complex cast": lambda s, b, h, i, j: s.astype(complex),
     "type by name": lambda s, b, h, i, j: s.type("torch.LongTensor"),
+    "sum of some": lambda s, b, h, i, j: s + np.sum(ROWS[j], where=ROWS[0] > 0),
+    "largest of more": lambda s, b, h, i, j: s + np.max(ROWS[j], initial=3.0),
+    "second axis": lambda s, b, h, i, j: s + ROWS[j].sum(1),
     "view as bits": lambda s, b, h, i, j: s.view(torch.int32),
     "difference of booleans": lambda s, b, h, i, j: s * ((i > j) - (j > 3)),
     "two digits": lambda s, b, h, i, j: round(s, 2),
