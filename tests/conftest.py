@@ -1,6 +1,8 @@
 import os
+from importlib.util import find_spec
 
 import hypothesis
+import pytest
 from daily import left_out_today
 
 # The same examples in every run: a change is judged by what it does; `make fuzz` draws new ones.
@@ -60,6 +62,11 @@ HALVED = ("tests/cuda/", "tests/test_notebooks.py::test_a_notebook_runs")
 def pytest_collection_modifyitems(config, items):
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+    if find_spec("numba_cuda") is None:
+        skip = pytest.mark.skip(reason="needs the cuda extra: pip install 'numflash[cuda]'")
+        for item in items:
+            if "cuda-emulator" in item.name:
+                item.add_marker(skip)
     if config.option.markexpr != "slow":
         return
     slow = [i for i in items if i.get_closest_marker("slow") and i.nodeid.startswith(HALVED)]

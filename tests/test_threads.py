@@ -138,7 +138,9 @@ print(levels())
 
 def test_openmp_regions_inside_of_regions(tmp_path):
     """Forbidden again after Numba's threads have started, but where the environment asks for them."""
-    pytest.importorskip("numba.np.ufunc.omppool", reason="needs an OpenMP runtime")
+    pytest.importorskip(
+        "numba.np.ufunc.omppool", reason="needs an OpenMP runtime", exc_type=ImportError
+    )
     for asked in ({}, {"OMP_MAX_ACTIVE_LEVELS": "3"}):
         done = run(NESTED, tmp_path, NUMBA_THREADING_LAYER="omp", **asked)
         assert (int(done.stdout) > 1) == bool(asked)
