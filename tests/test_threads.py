@@ -10,7 +10,7 @@ from oracles import draw
 from processes import run, start
 
 import numflash
-from numflash.errors import ArgumentError, NumflashError
+from numflash.errors import ArgumentError, NumflashError, UnsupportedError
 from numflash.jit import threads
 
 resource = pytest.importorskip("resource")
@@ -184,3 +184,37 @@ def test_a_limit_of_threads_ends_with_its_block():
     for bad in (0, -1, threads.most() + 1):
         with pytest.raises(ArgumentError, match="threads"), threads.limit(bad):
             pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "layer", "cores", "refused"),
+    [
+        ("16k", "omp", 2, True),
+        (" 63 ", "omp", 2, True),  # KiB without a unit
+        ("65535B", "omp", 2, True),
+        ("64K", "omp", 2, False),
+        ("4M", "omp", 2, False),
+        ("many", "omp", 2, False),  # OpenMP ignores it
+        ("16k", "workqueue", 2, False),
+        ("16k", "omp", 1, False),
+    ],
+)
+def test_stacks_of_openmp_that_are_too_small(asked, layer, cores, refused, monkeypatch):
+    monkeypatch.setenv("OMP_STACKSIZE", asked)
+    monkeypatch.setattr(numba, "threading_layer", lambda: layer)
+    monkeypatch.setattr(threads, "most", lambda: cores)
+    if refused:
+        with pytest.raises(UnsupportedError, match=f"OMP_STACKSIZE: got '{asked}'.*64k"):
+            threads.check_stacks()
+    else:
+        threads.check_stacks()
+
+
+def test_a_small_stack_is_refused_before_a_kernel_ends_the_process():
+    code = (
+        "import numba, numpy as np, numflash; x = np.ones((1, 4, 300, 128), np.float32)\n"
+        "try: numflash.attention(x, x, x); print('computed', numba.threading_layer())\n"
+        "except numflash.errors.UnsupportedError as error: print(error)"
+    )
+    shown = run(code, OMP_STACKSIZE="16k", NUMBA_NUM_THREADS="2").stdout
+    assert "OMP_STACKSIZE: got '16k'" in shown or "computed workqueue" in shown, shown

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager, suppress
@@ -123,6 +124,29 @@ def check_memory_for_threads() -> None:
         done.set()
         for thread in started:
             thread.join()
+
+
+SMALLEST_STACK = 64 << 10  # bytes of a thread of OpenMP; kernels keep tiles in up to 28 KiB
+UNITS = {"": 1 << 10, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def check_stacks() -> None:
+    """Read OMP_STACKSIZE as OpenMP does, where kernels run on threads of OpenMP.
+
+    Raises
+    ------
+    UnsupportedError
+        It is too little for a kernel, which would end the process.
+    """
+    asked = os.environ.get("OMP_STACKSIZE", "")
+    found = re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", asked, re.IGNORECASE)
+    if found is None or most() == 1 or numba.threading_layer() != "omp":
+        return
+    if int(found[1]) * UNITS[found[2].lower()] < SMALLEST_STACK:
+        raise UnsupportedError(
+            f"OMP_STACKSIZE: got {asked!r}, less than a kernel needs; allowed: unset, or from "
+            f"{SMALLEST_STACK >> 10}k on, before the process starts"
+        )
 
 
 @contextmanager
@@ -245,7 +269,7 @@ def refuse_after_fork() -> None:
     UnsupportedError
         In a process forked from one that has run them already: GNU OpenMP would terminate it
         (docs/pitfalls.md, "GNU OpenMP does not survive a fork"). At the first call also where
-        Numba's threading layer cannot be loaded.
+        Numba's threading layer cannot be loaded, or its threads' stacks are too small.
     MemoryError
         At the first call, if the address space is too small for the threads.
     """
@@ -253,6 +277,7 @@ def refuse_after_fork() -> None:
     if _first_process is None:
         count()
         check_memory_for_threads()
+        check_stacks()
         _first_process = os.getpid()
     elif _first_process != os.getpid():
         try:
