@@ -129,7 +129,8 @@ class ResidentCache(Cache):
         """Take the new tokens of a layer; see `ResidentLayer`."""
         if self._moving:
             raise NumflashError(
-                "ResidentCache: an earlier call that reorders or cuts the cache was interrupted half-way; reset() it"
+                "ResidentCache: an earlier call that reorders, cuts or empties the cache was interrupted half-way; "
+                "reset() it"
             )
         if layer_idx >= len(self.layers):
             raise ArgumentError(
@@ -220,6 +221,7 @@ class ResidentCache(Cache):
 
     def reset(self) -> None:
         """Remove all tokens."""
+        self._moving = True
         for layer in self.layers:
             layer.reset()
         self._valid, self._known, self._readings, self._moving = None, 0, {}, False
