@@ -213,7 +213,7 @@ class ResidentCache(Cache):
         for n, layer in enumerate(sorted(self.layers, key=lambda each: each.window is None)):
             try:
                 change(layer)
-            except NumflashError:
+            except (NumflashError, MemoryError):  # its store is as it was
                 self._moving = n > 0
                 raise
         yield

@@ -344,6 +344,21 @@ def test_an_interrupted_pass_is_undone(llama, monkeypatch):
     assert torch.equal(logits(llama, [TOKENS], cache), wanted)
 
 
+def test_no_memory_for_more_sequences(llama, monkeypatch):
+    llama.set_attn_implementation("numflash")
+    cache = new(llama)
+    logits(llama, [TOKENS], cache)
+    wanted = logits(llama, [TOKENS[:, :3]], cache.copy())
+
+    def out_of_memory(index):
+        raise MemoryError
+
+    monkeypatch.setattr(cache.layers[0].store, "reorder", out_of_memory)
+    with pytest.raises(MemoryError):
+        cache.batch_repeat_interleave(3)
+    assert torch.equal(logits(llama, [TOKENS[:, :3]], cache), wanted)
+
+
 def test_a_refused_change_changes_nothing(llama):
     """Rings refuse before the full layers behind them have changed."""
     gemma = make("gemma2")
