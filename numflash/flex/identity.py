@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+EMPTY = types.CellType()  # of a name that is bound later
 PLAIN = (int, bool, str, types.NoneType)
 
 
@@ -43,13 +44,15 @@ def _of_function(f: types.FunctionType, held: list[Any]) -> Any:
     code, names = f.__code__, f.__globals__
     known = id(code), id(names)
     cells, defaults, named = f.__closure__, f.__defaults__, f.__kwdefaults__
-    if not (cells or defaults or named):
+    if not (cells or defaults or named or f.__dict__):
         held += code, names
         return known
     if any(x is f for x in held):  # it names itself
         return id(f)
     held += code, names, f
-    captured = [identity(x.cell_contents, held) for x in cells or ()]
+    captured = [x != EMPTY and identity(x.cell_contents, held) for x in cells or ()]
     given = [identity(x, held) for x in defaults or ()]
-    options = [(name, identity(x, held)) for name, x in (named or {}).items()]
+    options = [
+        (name, identity(x, held)) for name, x in [*(named or {}).items(), *f.__dict__.items()]
+    ]
     return known, tuple(captured), tuple(given), tuple(options)

@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError, NumflashError
 from .formulas import FORMULAS
 from .graph import Graph, Node, Untraceable
-from .identity import same
+from .identity import EMPTY, same
 from .traced import Scalar, Values, apply, flatten, indexed, scalar, special
 
 LIBRARIES = ("numpy", "torch", "numba", "math", "builtins")
@@ -178,13 +178,18 @@ class Capture:
         names = dict(f.__globals__)
         new = types.FunctionType(f.__code__, names, f.__name__, None, cells)
         self.done[id(f)] = new
+        for name in f.__dict__:
+            new.__dict__[name] = self.look(functools.partial(f.__dict__.__getitem__, name))
         if f.__defaults__:
             self.names.append((functools.partial(getattr, f, "__defaults__"), f.__defaults__))
             new.__defaults__ = tuple(map(self.swap, f.__defaults__))
         if named := f.__kwdefaults__:
             new.__kwdefaults__ = {k: self.look(functools.partial(named.get, k)) for k in named}
         for mine, cell in zip(cells, f.__closure__ or (), strict=True):
-            mine.cell_contents = self.look(functools.partial(getattr, cell, "cell_contents"))
+            if cell == EMPTY:  # a name that is bound later
+                self.steady = False
+            else:
+                mine.cell_contents = self.look(functools.partial(getattr, cell, "cell_contents"))
         if any(not _of_library(name) for name in _imported(f.__code__)):
             self.steady = False
         for name in _names(f.__code__):
@@ -275,16 +280,16 @@ def record(
     """
     if not callable(function):
         raise ArgumentTypeError(f"{name}: got {type(function).__name__}; allowed: a function")
-    if isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
-        swapped = capture.swap(function)
-    else:
-        capture.steady = False
-        swapped = capture.object(function)
-        method = type(function).__call__
-        if isinstance(method, types.FunctionType):
-            swapped = types.MethodType(capture.swap(method), swapped)
     given = [Scalar(graph, x) for x in arguments]
     try:
+        if isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
+            swapped = capture.swap(function)
+        else:
+            capture.steady = False
+            swapped = capture.object(function)
+            method = type(function).__call__
+            if isinstance(method, types.FunctionType):
+                swapped = types.MethodType(capture.swap(method), swapped)
         if "torch" in sys.modules:
             with _mode_class()(capture):
                 found = swapped(*given)

@@ -183,6 +183,50 @@ def test_a_new_function_with_another_value_is_traced_again(c, table, scale, shif
     assert prepare(fresh(0.5, TABLE), None) is first
 
 
+def test_attributes_of_a_function_are_what_it_finds():
+    def made(scale):
+        def function(score, b, h, q, k):
+            return score * function.scale + function.table[k]
+
+        function.scale, function.table = scale, TABLE
+        return function
+
+    first = made(2.0)
+    assert text(first) == "((score * 2.0) + t0[k])" and prepare(first, None) is prepare(first, None)
+    assert text(made(3.0)) == "((score * 3.0) + t0[k])"
+    first.scale = 4.0
+    assert text(first) == "((score * 4.0) + t0[k])"
+
+    def inner(score, b, h, q, k):
+        return score
+
+    def decorated(scale):
+        wrapped = functools.wraps(inner)(lambda *args: inner(*args) * scale)
+        wrapped.scale = scale
+        return wrapped
+
+    assert prepare(decorated(2.0), None) is prepare(decorated(2.0), None)
+
+
+def test_names_that_are_bound_later_and_lists_that_hold_themselves():
+    def function(score, b, h, q, k):
+        return later(score) if ready else score * 2.0
+
+    ready, endless = False, []
+    assert text(function) == "(score * 2.0)"
+    ready = True
+    with pytest.raises(ArgumentError, match=r"score_mod: .*later"):
+        prepare(function, None)
+
+    def later(score):
+        return score * 3.0
+
+    assert text(function) == "(score * 3.0)"
+    endless.append(endless)
+    with pytest.raises(ArgumentError, match=r"score_mod: .*RecursionError"):
+        prepare(lambda score, b, h, q, k: score * len(endless), None)
+
+
 def changed_in_place(change):
     """What prepare() gives of one function before and after something that it names has changed."""
     held = types.SimpleNamespace(c=2.0)
