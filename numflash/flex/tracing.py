@@ -28,6 +28,11 @@ FIXED = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype
 # What may be asked of a captured array without its contents. The first five follow from what
 # `Capture.current` compares; numflash itself asks for the others.
 FORM = frozenset(("shape", "ndim", "size", "dtype", "strides", "view", "capture", "owner"))
+# Names by which a function reads what nothing here sees: an array's memory, namespaces, settings.
+UNSEEN = frozenset(
+    ("array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray", "frombuffer", "memoryview", "view",
+     "eval", "exec", "globals", "locals", "vars", "environ", "getenv")
+)  # fmt: skip
 special(FORMULAS)
 
 
@@ -63,14 +68,16 @@ class Captured(np.ndarray):
 
 
 def _read_once(name: str) -> Callable:
-    def read(self: Captured) -> Any:
+    def read(self: Captured, *args: Any) -> Any:
         self.capture.steady = False
-        return getattr(super(Captured, self), name)()
+        return getattr(super(Captured, self), name)(*args)
 
     return read
 
 
-for _name in ("__float__", "__int__", "__index__", "__bool__", "__iter__", "__complex__"):
+for _name in (
+    "__float__", "__int__", "__index__", "__bool__", "__iter__", "__complex__", "__str__", "__repr__", "__format__",
+):  # fmt: skip
     setattr(Captured, _name, _read_once(_name))
 
 
@@ -190,9 +197,10 @@ class Capture:
                 self.steady = False
             else:
                 mine.cell_contents = self.look(functools.partial(getattr, cell, "cell_contents"))
-        if any(not _of_library(name) for name in _imported(f.__code__)):
+        read = _names(f.__code__)
+        if read & UNSEEN or any(not _of_library(name) for name in _imported(f.__code__)):
             self.steady = False
-        for name in _names(f.__code__):
+        for name in read:
             if name in names:
                 names[name] = self.look(functools.partial(f.__globals__.__getitem__, name))
         return new
@@ -244,7 +252,10 @@ def _is_tensor(x: Any) -> bool:
 
 @functools.cache
 def _mode_class() -> type:
+    import torch
     from torch.overrides import TorchFunctionMode
+
+    form = torch.Tensor, tuple, torch.dtype, torch.device, types.NoneType
 
     class Recording(TorchFunctionMode):
         """PyTorch's functions of traced values are recorded, all others run."""
@@ -260,8 +271,8 @@ def _mode_class() -> type:
             if any(isinstance(x, Values) for x in flatten([*args, *options.values()])):
                 return apply(self.capture.graph, function.__name__, args, options)
             found = function(*args, **options)
-            if isinstance(found, (bool, int, float, complex, list)):
-                self.capture.steady = False  # a number that a tensor holds now
+            if not isinstance(found, form):
+                self.capture.steady = False  # what a tensor holds now: a number, an array, ...
             return found
 
     return Recording

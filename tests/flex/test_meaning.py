@@ -258,6 +258,23 @@ CHANGES = {
     "an element": (lambda s, b, h, i, j: s + HELD[0] * j, lambda x: HELD.__setitem__(0, x)),
     "float of an array": (lambda s, b, h, i, j: s + float(SCALAR) * j, lambda x: SCALAR.fill(x)),
     "item of a tensor": (lambda s, b, h, i, j: s + GIVEN[0].item() * j, lambda x: GIVEN.fill_(x)),
+    "memory of an array": (
+        lambda s, b, h, i, j: s + np.asarray(HELD)[0] * j,
+        lambda x: HELD.__setitem__(0, x),
+    ),
+    "text of an array": (
+        lambda s, b, h, i, j: s + float(f"{SCALAR}") * j,
+        lambda x: SCALAR.fill(x),
+    ),
+    "array of a tensor": (lambda s, b, h, i, j: s + GIVEN.numpy()[0] * j, lambda x: GIVEN.fill_(x)),
+    "text of a tensor": (
+        lambda s, b, h, i, j: s + float(f"{GIVEN[0]:.1f}") * j,
+        lambda x: GIVEN.fill_(x),
+    ),
+    "a name by eval": (
+        lambda s, b, h, i, j: s + eval("NUMBER") * j,
+        lambda x: globals().__setitem__("NUMBER", x),
+    ),
     "a bound method": (
         lambda s, b, h, i, j, get=STATE.get: s + get("slope") * j,
         lambda x: STATE.__setitem__("slope", x),
