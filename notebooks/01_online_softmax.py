@@ -24,11 +24,13 @@ from numflash.course import hint, machine, solution
 machine()
 
 # %%
+import inspect
+
 import numpy as np
 
 import numflash
 from numflash.course import check, drawings, figure, table, yours_or
-from numflash.cpu.study import ladder
+from numflash.cpu.study import ladder, ladder_float
 
 # %% [markdown]
 # ## One number at a time
@@ -151,6 +153,18 @@ check("01.3", tiled_attention)
 # %% tags=["exercise"]
 answer = ..., ...                                          # (at the end, in every block)
 check("01.4", answer)
+
+# %% [markdown]
+# ## One row and one key: the second rung
+#
+# The smallest tile has one row and one key. This is rung 2 of the ladder, `online`, whose bytes chapter 00 counted. m and l are two numbers,
+# and o is the row of the output itself. It shrinks only where a larger score comes:
+
+# %%
+print(inspect.getsource(ladder_float.online.py_func))
+
+# %% [markdown]
+# No matrix of scores, but all of K and V are read for every row. A larger tile does the same steps and reads K and V once for all its rows.
 
 # %% [markdown]
 # ## The picture
