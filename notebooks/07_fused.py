@@ -124,7 +124,7 @@ answer = ..., ...                                          # (bytes, times small
 check("07.2", answer)
 
 # %% [markdown]
-# ## What it brings
+# ## What fusion gains
 #
 # The operations and the bits are the same. What differs is for how long a score is stored, and so in which memory.
 
@@ -174,10 +174,10 @@ check("07.3", gain_of_half_a_softmax)
 # %% [markdown]
 # ## The ladder as one table
 #
-# Eight rungs, one change each, but for rung 5, which makes two: numbers become bytes, and sums stay in registers. (It also goes back to all
-# scores in memory, so that rung 6 shows what fusion brings by itself.) `climb` runs every rung on the same numbers, compares it with float64
-# first, then times it. The float rungs are held against the float32 peak, the integer rungs against the INT8 peak of as many threads. The table is for L = 1024, so that the slow rungs
-# are done quickly; longer sequences favour the later rungs further.
+# Eight rungs, one change each, but for rung 5, which makes two: numbers become bytes, and sums stay in registers. (It also goes back to
+# all scores in memory, so that rung 6 shows what fusion gains by itself.) `climb` runs every rung on the same numbers, compares it with
+# float64 first, then times it. The float rungs are held against the float32 peak, the integer rungs against the INT8 peak of as many
+# threads. The table is for L = 1024, so that the slow rungs are done quickly; longer sequences favour the later rungs further.
 
 # %%
 n = 1024
@@ -196,11 +196,11 @@ for rung, t in climbed:
 table(["rung", "name", "change", "ms", "times the previous", "times naive", "share of its peak"], lines)
 
 # %% [markdown]
-# Read the column "times the previous". Tiling alone brings little on this core, because memory was not the limit (chapters 00 and 02).
-# The large step is rung 5: bytes instead of floats, and sums that stay in registers. A kernel between rungs 4 and 5 shows what each of
-# the two brings: the shipped float32 kernel (`numflash.attention`) has register tiles but no bytes, though it is fused too. On the same
-# kind of machine, timed in turns with rungs 4 and 5 (2026-11-23, L = 1024, one thread, medians of three runs): rung 4 takes 14.5 ms, the
-# float32 kernel 3.8, rung 5 1.56. So register tiles bring a factor of about 3.8, and bytes about 2.4. Fusion keeps what rung 5 won when
+# Read the column "times the previous". Tiling alone gains little on this core, because memory was not the limit (chapters 00 and 02). The
+# large step is rung 5: bytes instead of floats, and sums that stay in registers. A kernel between rungs 4 and 5 shows what each of the
+# two gains: the shipped float32 kernel (`numflash.attention`) has register tiles but no bytes, though it is fused too. On the same kind
+# of machine, timed in turns with rungs 4 and 5 (2026-11-23, L = 1024, one thread, medians of three runs): rung 4 takes 14.5 ms, the
+# float32 kernel 3.8, rung 5 1.56. So register tiles give a factor of about 3.8, and bytes about 2.4. Fusion keeps the gain of rung 5 when
 # the scores no longer fit the second-level cache (3 MiB at L = 1024, 48 MiB at 4096). The share of rung 8 counts visible work only.
 #
 # The same step can be predicted for a machine that is not here. The package has a model of the A64FX, the processor of the Fugaku computer
@@ -238,4 +238,4 @@ assert answer_of("07.3")(parts) >= 1 and room["unfused"] > 1000 * room["fused"]
 # * say what fusion changes (where scores are stored) and what it does not (operations and bits),
 # * predict the gain of the whole from the gain of a part.
 #
-# **Next:** [09](09_threads_causal_gqa.ipynb). Query tiles are independent tasks; deal them longest first.
+# **Next:** [09](09_threads_causal_gqa.ipynb). Query tiles are independent tasks; start the longest first.

@@ -127,8 +127,7 @@ for m in (4, 16):
           f"and {two_pass / four:.1f} times as fast as four")
 
 # %% [markdown]
-# Why is fused slower? Look at the loops over keys: every instruction that is not a multiply-add of the product stands in its
-# way.
+# Why is fused slower? Look at the loops over keys: every instruction that is not a multiply-add of the product takes time from it.
 
 # %%
 MATRICES = "void(float32[:, ::1], float32[:, ::1], float32[:, ::1])"
@@ -345,7 +344,7 @@ for exp2 in exp2_values.EXP2:
 # Most heads have 64 or 128 columns. A cheaper exp2 needs smaller numbers: the integer kernels of this package take 32 scores of
 # 16 bits per register where these take 16 of 32 bits.
 #
-# ## When is fused worth it?
+# ## When does fusing save time?
 #
 # The document's traffic table for M = 4, Nc = 64: two-pass moves P out and in again.
 
@@ -398,4 +397,4 @@ print(f"ceiling: the FMA peak, {peak:.0f} GFLOP/s; product alone {share('gemm', 
 # * choose an exp2 by its error and by what it does to the order of the keys,
 # * check whether the columns of a benchmark's table belong together.
 #
-# **Next:** [09](09_threads_causal_gqa.ipynb). Query tiles are independent tasks; deal them longest first.
+# **Next:** [09](09_threads_causal_gqa.ipynb). Query tiles are independent tasks; start the longest first.

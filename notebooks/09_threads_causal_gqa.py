@@ -5,7 +5,7 @@
 # length and tile before you run it, and what grouped-query attention saves and what it does not.
 
 # %% [markdown] tags=["map"]
-# > **The idea:** Query tiles are independent tasks; deal them longest first.
+# > **The idea:** Query tiles are independent tasks; start the longest first.
 # >
 # > **Where you are:** CPU path, stop 7 of 8: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [03](03_int8.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → **09** → [24](24_capstone.ipynb)
 # >
@@ -109,8 +109,8 @@ print(f"measured at L = {length}, one thread: {gain:.2f} times as fast as the fu
 #
 # ## Which thread waits
 #
-# With a mask, the last query tile has the most keys and the first almost none. Give each thread an equal run of rows, and the
-# last thread works while the others wait. Three ways to deal the tiles to 4 threads, in units of one tile and key block:
+# With a mask, the last query tile has the most keys and the first almost none. Give each thread an equal run of rows, and the last thread
+# works while the others wait. Three ways to assign the tiles to 4 threads, in units of one tile and key block:
 
 # %%
 tiles = [-(-(row + block_q) // key_block) for row in range(0, length, block_q)]        # key blocks of each query tile
@@ -131,8 +131,8 @@ least = sum(tiles) / n
 table(["schedule", "busiest thread", "over an even share"], [[name, max(ends), max(ends) / least] for name, ends in dealt.items()])
 
 # %% [markdown]
-# Numba's own parallel loop (`prange`) deals equal runs on most machines. So the package takes tiles from a counter instead, the longest
-# first: the tiles that are left for the end are short.
+# Numba's own parallel loop (`prange`) gives each thread an equal run on most machines. So the package takes tiles from a counter instead,
+# the longest first: the tiles that are left for the end are short.
 #
 # ## GQA: heads that share keys
 #
@@ -202,7 +202,7 @@ assert max(dealt["next tile, longest first"]) < 1.02 * least < max(dealt["equal 
 # **What you can do now**
 #
 # * say what limits the gain of threads: the part that does not divide, and unequal tasks,
-# * count the tiles that a causal mask leaves, and deal them longest first,
+# * count the tiles that a causal mask leaves, and start the longest first,
 # * say what GQA saves: the bytes of K and V, not the operations.
 #
 # **Next:** [24](24_capstone.ipynb). Change a tile of the shipped kernel: other time, the same bits.

@@ -87,7 +87,7 @@ assert np.isclose(rows[1][1], 7 * rows[0][1])
 #
 # A core does at most `roof().float32` operations per second. At one operation per byte it would have to read as many bytes per second,
 # which no memory delivers. That is also why faster multiplication units change nothing for decode: a T4 does 65 TFLOP/s on tensor cores,
-# but its 320 GB/s feed only 0.32 TFLOP/s at one operation per byte.
+# but its 320 GB/s are enough for only 0.32 TFLOP/s at one operation per byte.
 
 # %%
 print(roof())

@@ -46,8 +46,8 @@ def normal(*shape):
 # %% [markdown]
 # ## The mathematics, on one screen
 #
-# Forward: S = Q K^T * scale, P = softmax(S) row by row, O = P V. Training hands back dO, how the loss changes with each number
-# of O. Going backwards through the two products is the rule for every product:
+# Forward: S = Q K^T * scale, P = softmax(S) row by row, O = P V. Training gives dO, the derivative of the loss with respect to each
+# number of O. The gradients of the two products follow the rule for every product of matrices:
 #
 # $$dV = P^T dO, \qquad dP = dO\,V^T, \qquad dQ = dS\,K \cdot scale, \qquad dK = dS^T Q \cdot scale$$
 #

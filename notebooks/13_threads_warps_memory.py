@@ -169,10 +169,10 @@ table(["kernel", "global bytes moved", "times the least", "shared bytes read", "
       [[name, moved[name], moved[name] / least, r.shared_loaded, r.barriers] for name, r in reports.items()])
 
 # %% [markdown]
-# The first kernel's load of an element of K is stride 0: 32 lanes ask for the same 2 bytes, 32 bytes come. The caches would
-# catch much of that; the counter counts before them. The second reads K and V twice in all, once for each of its two blocks,
-# in whole sectors. Shared memory is read instead, which is near. Most of what it still moves is its output: each thread stores 2
-# bytes of a row of its own, and every one of these stores costs a sector. (From rung 4 on the ladder stores better.)
+# The first kernel's load of an element of K is stride 0: 32 lanes ask for the same 2 bytes, 32 bytes come. The caches would answer most
+# of these requests; the counter counts all of them. The second reads K and V twice in all, once for each of its two blocks, in whole
+# sectors. Shared memory is read instead, which is near. Most of what it still moves is its output: each thread stores 2 bytes of a row of
+# its own, and every one of these stores costs a sector. (From rung 4 on the ladder stores better.)
 
 # %%
 second = reports["tiles in shared memory"]
@@ -243,7 +243,7 @@ assert np.array_equal(y, x[::-1]) and kinds == {"mirror": "uninitialised", "mirr
 # On a card the faulty kernel may give the right result for years. The emulator lets some warps run ahead of others, in another
 # order for each seed, and keeps a record for every word of who wrote it and who may know of it.
 #
-# A complete example with a matrix: each thread brings one row, and then needs a column, to which all threads have contributed.
+# A complete example with a matrix: each thread copies one row, and then needs a column, to which all threads have contributed.
 
 # %%
 def column_sums(x, y):

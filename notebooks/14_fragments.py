@@ -127,8 +127,8 @@ check("14.1", element)
 # %% [markdown]
 # ## ldmatrix
 #
-# Filling A as above takes four loads and their addresses. `ldmatrix` fetches four 8 x 8 matrices of halves from shared memory at
-# once: lane n gives the address of one row of 16 bytes, and the hardware hands each thread the pair that the product wants.
+# Filling A as above takes four loads and their addresses. `ldmatrix` fetches four 8 x 8 matrices of halves from shared memory at once:
+# lane n gives the address of one row of 16 bytes, and the hardware gives each thread the pair that the product needs.
 #
 # For V there is more to it. Keys are the k of the product P . V, so a register of B must hold two neighbouring *keys* of one
 # channel. In memory they are a row apart; no 32-bit load gets them. `ldmatrix.trans` transposes each 8 x 8 on the way.

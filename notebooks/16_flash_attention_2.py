@@ -186,7 +186,7 @@ table(["rung", "longest limit", "us at least"], [[n, largest[n], 1e6 * bounds[n]
 # ## Specialised warps on this card
 #
 # All warps of FlashAttention-2 do the same, on rows of their own; specialised warps come with FlashAttention-3 (chapter 17). They can be
-# built for an L4 as well: rung 7s has four warps that compute as in 7a, three that bring tiles of Q, K and V by `cp.async`, and one that
+# built for an L4 as well: rung 7s has four warps that compute as in 7a, three that copy tiles of Q, K and V by `cp.async`, and one that
 # stores. For each buffer they meet at two named barriers (barriers with numbers, for some of the warps), "full" and "empty".
 
 # %%
@@ -285,4 +285,4 @@ assert rows["1"]["warp_instructions"] > 10 * rows["7b"]["warp_instructions"]
 # * name what each rung saves, in counted instructions, passes and barriers,
 # * turn counts into the least time on a card.
 #
-# **Next:** [17](17_hopper.ipynb). One warp brings tiles, the others multiply; barriers that count bytes keep them apart.
+# **Next:** [17](17_hopper.ipynb). One warp copies tiles, the others multiply; barriers that count bytes say when a tile is ready.

@@ -12,7 +12,7 @@
 # with it can stay unnoticed for long, so most of the emulator's rules are about this part.
 
 # %% [markdown] tags=["map"]
-# > **The idea:** One warp brings tiles, the others multiply; barriers that count bytes keep them apart.
+# > **The idea:** One warp copies tiles, the others multiply; barriers that count bytes say when a tile is ready.
 # >
 # > **Where you are:** GPU path, stop 5 of 6: [13](13_threads_warps_memory.ipynb) → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → [16](16_flash_attention_2.ipynb) → **17** → [23](23_broken_kernels.ipynb)
 # >
@@ -231,10 +231,10 @@ assert forgotten == "pending"
 # %% [markdown]
 # ## Specialised warps
 #
-# Now copies need one thread, and products need registers. So FlashAttention-3 lets warps differ: one warpgroup only brings
-# tiles, two compute, 64 queries each. The kernel starts with equal shares of the register file (168 for each of 384 threads).
-# A producer needs few: it holds addresses only. A consumer holds scores and outputs, and would spill with 168. So the producer gives some
-# back and the consumers take them, by the instruction `setmaxnreg`, in steps of 8.
+# Now copies need one thread, and products need registers. So FlashAttention-3 gives the warps different tasks: one warpgroup only copies
+# tiles, two compute, 64 queries each. The kernel starts with equal shares of the register file (168 for each of 384 threads). A producer
+# needs few: it holds addresses only. A consumer holds scores and outputs, and would spill with 168. So the producer gives some back and
+# the consumers take them, by the instruction `setmaxnreg`, in steps of 8.
 #
 # **Exercise 3.** The SM has 65 536 registers; three warpgroups of 128 threads. How many may each consumer thread have, a multiple
 # of 8 and at most 240, if each producer thread keeps `n`?
@@ -258,9 +258,9 @@ if rows["8"]["registers"] is not None:
     assert rows["8"]["registers"] == 168 and rows["8"]["stack"] == rows["9a"]["stack"] == 0
 
 # %% [markdown]
-# The same attention as in chapter 16: the loads of fragments are gone, 1024 products became 96 warp-level parts of 24 wgmma,
-# and one thread does the copying. Specialised warps pay with all three: an L4 has
-# neither TMA nor wgmma nor setmaxnreg, and chapter 16 counts what they cost there (rung 7s).
+# The same attention as in chapter 16: the loads of fragments are gone, 1024 products became 96 warp-level parts of 24 wgmma, and one
+# thread does the copying. Specialised warps gain time by TMA, wgmma and setmaxnreg together. An L4 has none of the three, and chapter 16
+# counts what specialised warps cost there (rung 7s).
 #
 # ## Softmax beside the products
 #
@@ -276,12 +276,12 @@ table(["D", "products, ps per score", "exponential, ps per score", "ratio", "one
 assert 0.45 < share[128] < 0.55 and share[64] > 0.95
 
 # %% [markdown]
-# At D = 64 the exponentials take as long as all products. If they wait for each other, half of the time of either unit is lost.
-# Two things let them run side by side. Within one warpgroup the order of the starts changes, since products are asynchronous
-# (rung 9a): start S of tile n, start O of tile n - 1, wait for S only, and do the softmax of tile n while O runs. And the two
-# warpgroups take turns, *ping-pong*: the products of one run during the softmax of the other. By themselves they may or may not fall into
-# this rhythm. Rung 9b makes sure, with two *named barriers* (barriers of the block with numbers, for some of its warps): a warpgroup that has
-# started its products lets the other one go.
+# At D = 64 the exponentials take as long as all products. If they wait for each other, half of the time of either unit is lost. Two
+# things let them run side by side. Within one warpgroup the order of the starts changes, since products are asynchronous (rung 9a): start
+# S of tile n, start O of tile n - 1, wait for S only, and do the softmax of tile n while O runs. And the two warpgroups take turns,
+# *ping-pong*: the products of one run during the softmax of the other. Without help they may or may not alternate in this way. Rung 9b
+# makes sure, with two *named barriers* (barriers of the block with numbers, for some of its warps): a warpgroup that has started its
+# products lets the other one go.
 #
 # A model of both: two units, each serves in the order of asking; a product of a tile takes 0.5, its exponentials the ratio above.
 
@@ -327,10 +327,10 @@ table(["D", "rung 8, alone", "rung 9a, alone", "rung 8, two warpgroups", "rung 9
 
 # %% [markdown]
 # The numbers are times, in units of a tile's products. Rung 9a hides the softmax behind O but not behind S; two warpgroups can hide all
-# of it, as long as they stay out of step, which 9b ensures. Latencies, barriers and the rest of the softmax are not in the model. What a
-# card makes of it, only a card can say. An H200 (16,896 rows, 4,096 keys): rung 8 393 TFLOP/s, 9a 353, 9b 411. The overlap within a
-# warpgroup pays only with turns. What the counters say: rung 9a costs hardly any instructions more, although the weights now live beside
-# the next scores, and 9b only its barriers; no bit of the result changes.
+# of it, as long as they stay out of step, which 9b ensures. Latencies, barriers and the rest of the softmax are not in the model. How
+# fast that is, only a card can tell. An H200 (16,896 rows, 4,096 keys): rung 8 393 TFLOP/s, 9a 353, 9b 411. The overlap within a
+# warpgroup gains time only if the warpgroups take turns. What the counters say: rung 9a costs hardly any instructions more, although the
+# weights are now in registers beside the next scores, and 9b only its barriers; no bit of the result changes.
 
 # %%
 print("warp-instructions:", {n: rows[n]["warp_instructions"] for n in ("8", "9a", "9b")}, f" all {rows['9a']['tensor_flops']} flop")
@@ -369,7 +369,7 @@ assert rows["8"]["tensor_operations"] == 96 and rows["8"]["warp_instructions"] <
 # %% [markdown]
 # **What you can do now**
 #
-# * let one thread bring a tile, and wait for its bytes,
+# * let one thread copy a tile, and wait for its bytes,
 # * compute the stage of a tile and the parities of its two barriers,
 # * say what wgmma, specialised warps and ping-pong are for.
 #

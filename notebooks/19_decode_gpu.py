@@ -125,7 +125,7 @@ table(["cache", "bytes of its tokens", "bytes read", "blocks", "flop of the tens
 # Every byte of the tokens once; INT8 needs about half of them (half, and two scales per token). There a query and a weight have two bytes
 # each, and each byte has a column of its own: four heads fill the eight columns of a product, whose rows are keys. The keys of an INT8
 # cache are rounded up to blocks of 128. Of the float16 caches 7 of 16 rows are in use, or 1, so more than half of the tensor cores' work
-# is for nothing, and it does not matter. A T4 has 320 GB/s and 65 TFLOP/s: it could do 203 flop for each byte it reads.
+# is wasted. That costs no time: A T4 has 320 GB/s and 65 TFLOP/s: it could do 203 flop for each byte it reads.
 
 # %%
 ridge = 65e12 / 320e9
@@ -192,8 +192,8 @@ for n in (512, 1024, 4096, 16384, 65536):
 table(["context", "bytes of parts / bytes of the cache"], [[n, f"{100 * x:.0f} %"] for n, x in share.items()])
 
 # %% [markdown]
-# Much, at short contexts; but these bytes were just written and are in the L2, while the cache comes from memory. A split is
-# worth its parts as soon as it puts an idle SM to work.
+# Much, at short contexts; but these bytes were just written and are in the L2, while the cache comes from memory. A split gains time if
+# it gives work to an SM that would have none.
 #
 # ## Equal bits, token by token
 #

@@ -74,7 +74,7 @@ print(f"{registers} registers of two halves; the same (lane, place) for all 256 
 #
 # ## It runs
 #
-# Output and LSE come from float64; a small kernel then makes D = rowsum(dO * O), and brings LSE to units of log2. Three launches.
+# Output and LSE come from float64; a small kernel then makes D = rowsum(dO * O), and converts LSE to units of log2. Three launches.
 
 # %%
 def exact(q, k, v, do, causal=False):
@@ -133,8 +133,8 @@ table(["", "products", "exp2 and other special", "warp instr.", "per product", "
         r.shared_loaded / 1000, r.shared_conflicts] for n, r in reports.items()])
 
 # %% [markdown]
-# Seven products where forward has two. One pass with additions in memory would have five, and half of the exponentials. What the
-# other two buy is in the next section.
+# Seven products where forward has two. One pass with additions in memory would have five, and half of the exponentials. The next section
+# shows what is gained by the other two.
 #
 # ## Bits
 #
@@ -164,10 +164,10 @@ spread = float(max(np.abs(x - orders[0]).max() for x in orders) / np.abs(orders[
 print(f"different dQ of 100 orders of addition: {atomic}; largest difference {spread:.0e} of the largest number")
 
 # %% [markdown]
-# The differences are small, and none of the results is worse than another. But a training run cannot be repeated, and a bug that
-# shows once does not show again. (FlashAttention-2 has a deterministic mode, which keeps copies of dQ and adds them up in the end.)
-# In the two passes each sum has one owner and one order. The emulator deals warps at random between barriers; other seeds, the same
-# bits:
+# The differences are small, and none of the results is worse than another. But a training run cannot be repeated, and a bug that shows
+# once does not show again. (FlashAttention-2 has a deterministic mode, which keeps copies of dQ and adds them up in the end.) In the two
+# passes each sum has one owner and one order. The emulator chooses at random which warps run first between barriers. With other seeds the
+# bits are the same:
 
 # %%
 small = [x[:128] for x in (do, q, k, v)]

@@ -184,7 +184,7 @@ for link in LINKS:
 # **What you can do now**
 #
 # * merge two outputs by their log-sum-exp,
-# * deal causal work so that all ranks finish together,
+# * divide causal work so that all ranks finish together,
 # * compute from which length on the exchange hides behind the arithmetic.
 #
 # **Next:** [22](22_invent_attention.ipynb). A score or a mask of your own is a function that is compiled into the existing kernel.

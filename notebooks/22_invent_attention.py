@@ -76,7 +76,7 @@ print(f"largest difference from float64: {np.abs(out - exact(variant)).max():.1e
 assert np.abs(out - exact(variant)).max() < 2e-6
 
 # %% [markdown]
-# ## What became of it
+# ## What your function becomes
 #
 # Your function was called once. Its arguments were not numbers but symbols, which wrote down what you did with them:
 

@@ -64,9 +64,9 @@ check("24.1", kv_milliseconds)
 
 # %% [markdown]
 # Now the other side. A larger tile needs more room: O (float32), scores and weights of all its rows. Here are both for a few sizes.
-# Before you read on, write down which size you expect to be the fastest, and by how much. Two facts to reckon with: a core reads tens of
-# bytes per nanosecond from its second-level cache, and the arithmetic takes the same time in every row of this table. (Compare your
-# milliseconds with the time of the products, which is printed below the table.)
+# Before you read on, write down which size you expect to be the fastest, and by how much. Two facts help: a core reads tens of bytes per
+# nanosecond from its second-level cache, and the arithmetic takes the same time in every row of this table. (Compare your milliseconds
+# with the time of the products, which is printed below the table.)
 
 # %%
 length, d = 1024, 128

@@ -155,7 +155,7 @@ CHAPTERS = {
     "09": Chapter(
         "09_threads_causal_gqa",
         (15, 15),
-        "Query tiles are independent tasks; deal them longest first.",
+        "Query tiles are independent tasks; start the longest first.",
         ("07",),
         ("causal", "mask", "gqa", "tile", "atomic"),
         (_FA2, ("GQA", "https://arxiv.org/abs/2305.13245")),
@@ -244,7 +244,7 @@ CHAPTERS = {
     "17": Chapter(
         "17_hopper",
         (35, 30),
-        "One warp brings tiles, the others multiply; barriers that count bytes keep them apart.",
+        "One warp copies tiles, the others multiply; barriers that count bytes say when a tile is ready.",
         ("16",),
         (
             "tma",
