@@ -107,8 +107,9 @@ print(f"{report.tma_copied} bytes copied")
 # its parity, 0 or 1: `wait(bar, p)` returns when the phase with parity p is over. A new barrier is in phase 0, then 1, 2, 3 and so on; the
 # parity of a phase is its number modulo 2. (One bit is enough, because no thread can be more than one phase behind.)
 #
-# FlashAttention-3 keeps tiles in a ring of stages. Each stage has two barriers: *full* (the tile has come) and *empty* (all
-# have read it). Tile n goes to stage n % stages, and each use of a stage is a phase of its barriers.
+# FlashAttention-3 keeps tiles in a *ring* of stages; a stage is a place for one tile in shared memory. One warp, the *producer*, copies
+# tiles into the stages. Other warps, the *consumers*, compute with them. Each stage has two barriers: *full* (the tile has come) and
+# *empty* (all have read it). Tile n goes to stage n % stages, and each use of a stage is a phase of its barriers.
 #
 # **Exercise 1.** For tile n: its stage, the parity the consumers wait for on *full*, and the parity the producer waits for on
 # *empty* before it overwrites the stage. (On a fresh ring the producer must not wait: ask for the parity of the phase *before* the

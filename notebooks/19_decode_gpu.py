@@ -122,10 +122,10 @@ for name, groups, dtype, size in (("2 KV heads, float16", 2, "float16", 2), ("14
 table(["cache", "bytes of its tokens", "bytes read", "blocks", "flop of the tensor cores", "of them wanted", "conflicts"], rows)
 
 # %% [markdown]
-# Every byte of the tokens once; INT8 needs about half of them (half, and two scales per token). There a query and a weight have two bytes
-# each, and each byte has a column of its own: four heads fill the eight columns of a product, whose rows are keys. The keys of an INT8
-# cache are rounded up to blocks of 128. Of the float16 caches 7 of 16 rows are in use, or 1, so more than half of the tensor cores' work
-# is wasted. That costs no time: A T4 has 320 GB/s and 65 TFLOP/s: it could do 203 flop for each byte it reads.
+# Every byte of the tokens is read once; INT8 needs about half as many (half, and two scales per token). There a query and a weight have
+# two bytes each, and each byte has a column of its own: four heads fill the eight columns of a product, whose rows are keys. The keys of
+# an INT8 cache are rounded up to blocks of 128. Of the float16 caches 7 of 16 rows are in use, or 1, so more than half of the tensor
+# cores' work is wasted. That costs no time: a T4, with 320 GB/s and 65 TFLOP/s, could do 203 flop for each byte that it reads.
 
 # %%
 ridge = 65e12 / 320e9
