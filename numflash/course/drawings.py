@@ -146,9 +146,13 @@ def tile_against_cache(d: int, block_k: int, cache_kib: int, sizes: Sequence[int
 def register_tile(mr: int = 6, nv: int = 4, registers: int = 32) -> Frames:
     """One step of a register tile: its loads and its dots, and the registers that they take."""
     w, h, x0, y0 = 62, 26, 150, 60
-    held = [(BLUE, "sums", mr * nv), (YELLOW, "K", nv), (ORANGE, "word of Q", 1)]
+    held = [(BLUE, "of sums", mr * nv), (YELLOW, "of K", nv), (ORANGE, "for the word of Q", 1)]
     need = sum(n for _, _, n in held)
-    strip, at = text(10, y0 + mr * h + 34, f"{need} of {registers} vector registers:"), 0
+    kinds = ", ".join(f"{n} {name}" for _, name, n in held)
+    strip, at = (
+        text(10, y0 + mr * h + 34, f"{need} of {registers} vector registers: {kinds}"),
+        0,
+    )
     for colour, _, n in held:
         for _ in range(n):
             strip += box(10 + 14 * at, y0 + mr * h + 42, 12, 16, colour)
@@ -175,7 +179,7 @@ def register_tile(mr: int = 6, nv: int = 4, registers: int = 32) -> Frames:
             words = f"load one word of row {row} into all lanes: {nv} dots, each into its own sum"
         frames.append((drawing, words))
     loads = f"{mr + nv} loads for {mr * nv} dots, {(mr + nv) / (mr * nv):.2f} loads per dot"
-    spill = "; the sums beyond the line live in memory" if need > registers else ""
+    spill = "; the sums beyond the line are kept in memory" if need > registers else ""
     frames.append((frames[-1][0], f"the step is done: {loads}{spill}"))
     return Frames(frames, max(560, x0 + nv * w, 20 + 14 * need), y0 + mr * h + 70, 1.2)
 
@@ -279,7 +283,7 @@ def _waits(
         if now < begin[side]:
             return f"{who}: WAIT for {wait} (tile {n})"
         if now < ends[n]:
-            verb = "multiply" if side else "brings"
+            verb = "multiply" if side else "copies"
             return f"{who}: {verb} tile {n}, after {wait}"
     return f"{who}: done"
 
