@@ -277,9 +277,10 @@ table(("instruction", *reports), [(kind, *counts) for kind, counts in kinds.item
 # the machine: shuffling is better where loads are the limit, loading where shuffles are.
 #
 # For the A64FX there is a model of the same kernels in SVE (`numflash estimate exp2`), where a DUP takes one of the two arithmetic pipes
-# and LD1RW a load pipe. Four keys at a time with the exact exp2: 26.1 cycles a key by DUP, and by LD1RW 19.0 if no load waits for the
-# weight that was just stored, 40.2 if every one does. So the document's finding fits a machine on which every such load waits. Two passes
-# take 11.3 cycles and need neither.
+# and LD1RW a load pipe. (The figures are those of release 19 of llvm-mca, LLVM's model of processors; release 14 gives up to 60 % more
+# cycles for DUP.) Four keys at a time with the exact exp2: 26.1 cycles a key by DUP, and by LD1RW 19.0 if no load waits for the weight
+# that was just stored, 40.2 if every one does. So the document's finding fits a machine on which every such load waits. Two passes take
+# 11.3 cycles and need neither.
 #
 # ## Which exp2?
 #

@@ -293,8 +293,8 @@ print(f"a model of the A64FX (cycles of Q.K^T, P.V, exp2 per element): INT8 P.V 
 # * *INT8 P.V* "3-4" is the gain of one product, not of the kernel. The model gives 2.1.
 # * *Together* the gains do not multiply to what their names promise: each is a gain over a kernel that lacks the others.
 #
-# `numflash estimate improvements` asks a model of the A64FX about the same kernels in SVE: vector exp2 1.01, prefetching 0.97 to 1.03,
-# 12 threads 12, 16-bit P.V 1.42, LayerNorm 1.00, causal skipping 1.93, INT8 P.V 2.16.
+# `numflash estimate improvements` asks a model of the A64FX (llvm-mca 19; other releases differ by a few per cent) about the same kernels
+# in SVE: vector exp2 1.01, prefetching 0.97 to 1.03, 12 threads 12, 16-bit P.V 1.42, LayerNorm 1.00, causal skipping 1.93, INT8 P.V 2.16.
 
 # %%
 apart = ("all together", "16-bit P.V", "fused LayerNorm, its part", "GQA, decode")
