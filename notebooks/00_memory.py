@@ -118,8 +118,12 @@ print(inspect.getsource(ladder_float.naive.py_func))
 # the model's cache is small too: 4 KiB, while K alone has 6 KiB. Real arrays and real caches are both several hundred times larger: K of
 # 16,384 tokens with 64 channels has 4 MiB, and a core has a cache of 1 or 2 MiB to itself.
 #
-# In the table below, loads and stores count numbers that the kernel reads and writes, near or far. "lines" is how many cache lines an
-# array has. "from memory" is 64 bytes for every line that was not in the cache when it was needed, "to memory" the lines written back.
+# In the table below
+#
+# * *loads* and *stores* count the numbers that the kernel reads and writes, near or far,
+# * *lines* is how many cache lines an array has,
+# * *from memory* is 64 bytes for every line that was not in the cache when it was needed,
+# * *to memory* is 64 bytes for every line that was written back.
 
 # %%
 length, d = query.shape

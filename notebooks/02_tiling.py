@@ -1,8 +1,11 @@
 # %% [markdown]
 # # 02. Tiling and caches
 #
-# After this chapter you can add up the bytes that a tile needs, predict from them what a cache of a given size will do, and place kernels
-# in a picture with the two limits of your machine, its roofline.
+# After this chapter you can
+#
+# * add up the bytes that a tile needs,
+# * predict from them what a cache of a given size will do,
+# * place kernels in a picture with the two limits of your machine, its roofline.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** Add up what the inner loop touches: the largest tile that fits the cache moves the fewest bytes.
@@ -77,8 +80,8 @@ print(mine.explain(128))
 # ## What a cache does with it
 #
 # The tracer of chapter 00 has a cache of any size. Here is the float kernel `tiled` with three tiles, its traffic against the size of the
-# cache. While the tile fits, every block of K and V is read from memory once per tile; when it does not fit, lines leave before they are
-# used again, and the same lines come from memory many times.
+# cache. While the tile fits, every block of K and V is read from memory once per tile. When it does not fit, lines leave before they are
+# used again, and come from memory again.
 
 # %%
 F = np.float32

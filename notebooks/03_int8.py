@@ -179,10 +179,15 @@ assert smoothing["8 biased channels"][0] > 2 * smoothing["8 biased channels"][1]
 #
 # ## Where the error comes from
 #
-# Round one tensor at a time and compute everything else in float64. Then all three: no kernel that is given these int8 inputs
-# can do better than that. Then whole pipelines: "weights in 8 bits" computes both products with bytes, so it also rounds P to 8 bits (here in
-# NumPy, the plain pipeline that the course builds); the kernel with `pv="fp32"` keeps P in 16 bits and V in float. The kernel that ships is
-# the plain pipeline with two additions: one this chapter comes to at its end, the other is in the next.
+# Round one tensor at a time and compute everything else in float64. Then all three: no kernel that is given these int8 inputs can do
+# better than that. Then two whole pipelines:
+#
+# * "weights in 8 bits" computes both products with bytes, so it also rounds P to 8 bits. It is the plain pipeline that the course builds,
+#   here in NumPy.
+# * "kernel, pv fp32" is the shipped kernel with `pv="fp32"`. It keeps P in 16 bits and V in float.
+#
+# (The shipped kernel without this option is the plain pipeline with two additions: one is at the end of this chapter, the other in
+# chapter 04.)
 
 # %%
 sources = {

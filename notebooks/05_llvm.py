@@ -1,9 +1,11 @@
 # %% [markdown]
 # # 05. How LLVM vectorises it
 #
-# After this chapter you can read the machine code of a Numba kernel from within Python, for your CPU and for ones that you do not have;
-# tell whether a loop was vectorised, and to which instructions; and say what the compiler does with int8 on its own, and what it cannot
-# do.
+# After this chapter you can
+#
+# * read the machine code of a Numba kernel from within Python, for your CPU and for ones that you do not have,
+# * tell whether a loop was vectorised, and to which instructions,
+# * say what the compiler does with int8 on its own, and what it cannot do.
 #
 # Numba hands your function to *LLVM*, the compiler library that makes the machine code. To *vectorise* a loop is to compute several of
 # its turns with one vector instruction.

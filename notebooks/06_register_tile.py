@@ -1,8 +1,11 @@
 # %% [markdown]
 # # 06. The register tile
 #
-# After this chapter you can say why a loop that consists of vector instructions still runs at a few per cent of the peak, choose the
-# shape of a register tile from a few numbers of the machine, and predict what happens when it is too small or too large.
+# After this chapter you can
+#
+# * say why a loop that consists of vector instructions still runs at a few per cent of the peak,
+# * choose the shape of a register tile from a few numbers of the machine,
+# * predict what happens when it is too small or too large.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** Keep many sums in registers, so that each load serves several products.
@@ -56,7 +59,7 @@ print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", p
 #   cores can start two a cycle.
 #
 # The text has the numbers of vectors of 512 bits (AVX-512 VNNI); the next cell prints those of this machine. A machine that has only AVX2
-# has no dot instruction for bytes: there a number takes 2 bytes, a lane adds 2 products, a vector has 8 lanes, there are 16 registers, and the
+# has no dot instruction for bytes: there a number takes 2 bytes, and a lane adds 2 products. It has 16 registers of 8 lanes, and the
 # shipped tile is 6 x 2 with 24 rows.
 #
 # Of chapter 03 you need: a row of floats is divided by a *scale*, so that its largest number becomes 127, and rounded to bytes; the

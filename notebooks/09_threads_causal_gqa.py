@@ -1,8 +1,11 @@
 # %% [markdown]
 # # 09. Threads, causal, GQA
 #
-# After this chapter you can divide attention among threads so that none waits long, say what a causal mask saves at your
-# length and tile before you run it, and what grouped-query attention saves and what it does not.
+# After this chapter you can
+#
+# * divide attention among threads so that none waits long,
+# * say what a causal mask saves at your length and tile before you run it,
+# * say what grouped-query attention saves and what it does not.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** Query tiles are independent tasks; start the longest first.

@@ -56,8 +56,8 @@ def normal(*shape):
 #
 # Qwen 0.5B has 14 query heads and 2 heads of K and V, D = 64.
 #
-# **Exercise 1.** A core reads 20 GB/s from memory. How many microseconds does the attention of one layer take for one token, with 1024
-# tokens of float16 keys and values in the cache: with its 2 KV heads, and if one stored K and V for all 14 query heads?
+# **Exercise 1.** A core reads 20 GB/s from memory. The cache holds 1024 tokens of float16 keys and values. How many microseconds does the
+# attention of one layer take for one token? Give two numbers: with its 2 KV heads, and if K and V were stored for all 14 query heads.
 
 # %% tags=["exercise"]
 answer = ...                                               # (with 2 heads, with 14 heads)

@@ -164,9 +164,9 @@ check("11.2", products)
 
 # %% [markdown]
 # One pass has a price: the worker that owns a block of keys adds to *every* row of dQ. With many workers that needs atomic additions
-# (FlashAttention 2: fast, but the order of the sums, and so the last bits, differ from run to run) or a copy of dQ for each.
-# `numflash.attention_backward` (`numflash/cpu/backward`) lets one worker own a whole head, or every n-th block of its keys with a copy of
-# dQ; the copies are added in order, and their number follows from the shape, never from the number of threads.
+# (FlashAttention 2: fast, but the order of the sums, and so the last bits, differ from run to run) or a copy of dQ for each. In
+# `numflash.attention_backward` (`numflash/cpu/backward`) a worker owns a whole head, or every n-th block of its keys and a copy of dQ.
+# The copies are added in a fixed order. Their number depends on the shape, never on the number of threads.
 
 # %%
 shape = (1, 2, 500, 64)

@@ -107,8 +107,9 @@ claim("exp2 benchmark", "original exp2 at 1.19 cycles, per cent of peak", 51.0, 
 claim("exp2 benchmark", "least cycles per element, 12 instructions on 2 pipes", 0.875, 12 / PIPES / 16)
 
 # %% [markdown]
-# **Exercise 1.** Work out the fused document's table with its own numbers: how many ms does softmax take for 4096 x 4096 elements at 810
-# million a second, and what per cent of the three parts is that, with Q.K^T 4.3 G operations at 2900 GOPS and P.V 4.3 G at 1850 GFLOP/s?
+# **Exercise 1.** Work out the fused document's table with its own numbers. Softmax does 4096 x 4096 elements at 810 million a second,
+# Q.K^T 4.3 G operations at 2900 GOPS, P.V 4.3 G at 1850 GFLOP/s. How many ms does softmax take, and what per cent of the time of all
+# three?
 
 # %% tags=["exercise"]
 answer = ..., ...

@@ -225,12 +225,12 @@ table(["", "float16", "INT8", "INT8 / float16"], [[n, x, counts["int8"][n], coun
                                                   for n, x in counts["float16"].items()])
 
 # %% [markdown]
-# Products are halved (but for the first four keys, chapter 03, which add a few), and less is read from global and shared memory. What is
-# between the products is not: a score is scaled, rounded, its weight made by fused multiply-adds and by integer operations on the bits of
-# floats, and packed into a byte, where float16 has one fused multiply-add and one exponential. Whether the doubled rate of the products
-# makes the kernel faster is decided there, and only a card can tell. On an H200 it does not: at L = 8192 INT8 takes 1.2 times float16's
-# time with 128 channels, 1.5 times with 64. There the reason for INT8 is equal bits. On a CPU INT8 is several times as fast as float32
-# (chapter 07).
+# Products are halved (but for the first four keys, chapter 03, which add a few), and less is read from global and shared memory. The work
+# between the products grows. A score is scaled and rounded, its weight is computed by fused multiply-adds and by integer operations on
+# the bits of floats, and it is packed into a byte. Float16 has one fused multiply-add and one exponential instead. Whether the doubled
+# rate of the products makes the kernel faster is decided there, and only a card can tell. On an H200 it does not: at L = 8192 INT8 takes
+# 1.2 times float16's time with 128 channels, 1.5 times with 64. There the reason for INT8 is equal bits. On a CPU INT8 is several times
+# as fast as float32 (chapter 07).
 
 # %%
 if device is None:

@@ -179,9 +179,9 @@ for splits in (2, 3):
 table(["splits", "blocks", "bytes read of the cache and queries", "bytes of the parts", "blocks of the merge"], costs)
 
 # %% [markdown]
-# The merge has a block for each row. Its threads take a split each to find the largest maximum and the splits' weights, then a channel
-# each, and ask for 16 parts of it at a time: loads that wait for each other would take longer than all of this. What a split costs, written
-# and read again, beside the cache's own bytes, with the T4's number of splits:
+# The merge has a block for each row. First each of its threads takes one split, to find the largest maximum and the weights of the
+# splits. Then each takes one channel and loads 16 parts of it at a time, because loads one after another would take longer than all the
+# rest. What a split costs, written and read again, beside the cache's own bytes, with the T4's number of splits:
 
 # %%
 each = 2 * (costs[1][3] - costs[0][3])                     # bytes per split, from the two rows above

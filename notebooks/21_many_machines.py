@@ -1,8 +1,11 @@
 # %% [markdown]
 # # 21. Many machines: a ring of ranks
 #
-# After this chapter you can cut attention over many machines, divide causal work so that no machine waits long, and say from which length on
-# the exchange costs nothing.
+# After this chapter you can
+#
+# * divide attention among many machines,
+# * divide causal work so that no machine waits long,
+# * say from which length on the exchange costs no time.
 #
 # A sequence that does not fit one machine is cut into pieces, *shards*, one for each *rank* (a rank is one of the processes of an MPI
 # program; think of one per machine). Queries stay where they are; keys and values are sent. What makes this possible is one property of

@@ -155,11 +155,14 @@ assert all(np.array_equal(out, first) for _, out in tiles.values())
 # %% [markdown]
 # ## Plot it, and explain
 #
-# The two times of chapter 02, with the cache in the memory's place: the arithmetic at the speed of the best size, and the time to read K and V
-# from the second-level cache at 32 bytes a nanosecond, more often for a small tile. The roofline takes the larger of the two, as if they ran
-# side by side completely. The model here adds them, as if they never did. The truth is between: a core fetches the next lines while it
-# computes. What the model leaves out is what a small tile wastes beside traffic: packing a
-# tile of queries, starting a loop over the keys, filling the last register tile.
+# As in chapter 02 there are two times, here with the second-level cache instead of memory:
+#
+# * the arithmetic, at the speed of the best size,
+# * reading K and V at 32 bytes a nanosecond, which a small tile does more often.
+#
+# The roofline takes the larger of the two, as if they always ran at the same time. The model here adds them, as if they never did. The
+# truth is between: a core loads the next lines while it computes. The model leaves out what else a small tile costs: packing a tile of
+# queries, starting a loop over the keys, filling the last register tile.
 
 # %%
 best = min(seconds for seconds, _ in swept.values())

@@ -124,8 +124,8 @@ EXERCISES = {
     "02.3": Exercise(
         "operations per byte where the roofs meet",
         (
-            "Below the ridge a kernel's speed is i * bandwidth, above it is the peak. "
-            "Where are the two equal?",
+            "A kernel of i operations per byte does at most i * peak.read operations per second.",
+            "At which i is that as much as peak.float32?",
         ),
         expected=_ridge,
         within=0.01,
