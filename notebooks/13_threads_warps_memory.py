@@ -268,8 +268,9 @@ print("first sums:", y[:4])
 # `k` (64, 32), float32. Thread t owns row t of `out`. Bring K into shared memory once, so that each number of q and k is loaded from
 # global memory once. Thread t needs its row of q for every key, so keep it: `cuda.local.array(32, np.float32)` makes an array that each
 # thread has for itself. It stays in registers only if every index is known at compile time (loops of fixed length). Otherwise it is in
-# slow local memory. The check runs your kernel under four schedules (orders in which the warps run) and counts its loads. (A loop that
-# never ends keeps the emulator busy for minutes before it reports that: interrupt the cell, in Jupyter with Kernel, Interrupt.)
+# slow local memory. The check runs your kernel under four schedules (orders in which the warps run) and counts its loads. (It also
+# reports a loop that never ends, after some seconds. In a cell of your own the emulator takes minutes for that: interrupt it, in Jupyter
+# with Kernel, Interrupt.)
 
 # %% tags=["exercise"]
 def score_tile(q, k, out):

@@ -13,7 +13,7 @@ import pytest
 from numba import njit
 
 from numflash.course import drawings, exercises, lessons, moving, widgets
-from numflash.course.answers import c00, c01, c02, c07, c10, c13, c15, c23
+from numflash.course.answers import c00, c01, c02, c07, c10, c13, c15, c23, kernels
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -543,6 +543,22 @@ def test_a_kernel_written_like_numpy_is_told_so():
     assert "give every index" in said and "\x1b" not in said
     assert "numbers of out are wrong" in c13._scores(zeros)  # stored something: not open
     assert c13._scores(nothing) == "open"
+
+
+def test_a_loop_without_an_end_is_found_in_seconds(monkeypatch):
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    from numba import cuda
+
+    from numflash.cuda.emulator import machine
+
+    def endless(x, out):
+        while x[cuda.threadIdx.x] > -100:
+            out[cuda.threadIdx.x] += np.float32(1)
+
+    assert machine.STEP_LIMIT >= 100 * kernels.BRANCHES
+    monkeypatch.setattr(kernels, "BRANCHES", 1000)
+    check("23.1", endless)
+    assert "more than 1000 branches without an end" in answers[-1].words
 
 
 def test_a_kernel_that_stores_nothing_is_told_so():

@@ -13,6 +13,8 @@ from numba.core.errors import NumbaError
 
 from ..exercises import at_line
 
+BRANCHES = 20_000  # the solutions take up to 128; an endless loop is found in seconds
+
 
 def emulated(
     kernel: Any, grid: Any, block: Any, args: Any, seeds: int = 4, **options: Any
@@ -30,7 +32,7 @@ def emulated(
             if first is not None:
                 x[...] = first
         try:
-            report = emulate(kernel, grid, block, args, seed=seed, **options)
+            report = emulate(kernel, grid, block, args, seed=seed, branches=BRANCHES, **options)
         except EmulatorError as error:
             where = at_line(*error.source) if error.source else ""
             return None, "the emulator reports " + str(error).split("\n")[0].split(" [")[0] + where

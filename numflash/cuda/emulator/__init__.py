@@ -36,6 +36,7 @@ def emulate(
     arch: str = "sm_80",
     schedule: str = "random",
     seed: int = 0,
+    branches: int | None = None,
 ) -> Report:
     """Run a kernel over a grid, as strictly as the machine's rules allow.
 
@@ -52,6 +53,7 @@ def emulate(
     schedule : "random" (blocks in a random order, warps in two random cohorts between barriers) or
         "lockstep"
     seed : of the schedule
+    branches : that a batch of blocks may take before it counts as an endless loop; None: 5 million
 
     Returns
     -------
@@ -96,6 +98,7 @@ def emulate(
         with np.errstate(all="ignore"):
             launch = Launch(sizes, blocks, dynamic, memory, parameters, maps, cluster)
             machine = Machine(program, per_batch, launch, schedule, seed)
+            machine.most_branches = branches or machine.most_branches
             for first in range(0, len(todo), per_batch):
                 machine.run(todo[first : first + per_batch])
         _fill(report, machine)

@@ -78,6 +78,7 @@ class Machine(Registers):
         self.groups: list[Group] = []
         self.current: Group
         self.first_block = 0  # blocks that have run before this batch
+        self.most_branches = STEP_LIMIT
 
     # ---- instructions, bound once
     def _bind(self) -> tuple[list[int], list[Any], list[Any]]:
@@ -284,10 +285,10 @@ class Machine(Registers):
                 g.pc += 1
             elif kind == BRANCH:
                 self.steps += 1
-                if self.steps > STEP_LIMIT:
+                if self.steps > self.most_branches:
                     raise Fault(
                         "deadlock",
-                        f"more than {STEP_LIMIT} branches without an end: an endless loop",
+                        f"more than {self.most_branches} branches without an end: an endless loop",
                     )
                 if self._branch(g, runs[pc], guard):
                     return
