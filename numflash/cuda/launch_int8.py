@@ -85,7 +85,7 @@ class Chosen(NamedTuple):
 
 def choose(problem: Problem, arch: str) -> Chosen:
     """Which kernel takes a problem on an architecture."""
-    _, nh, nkv, length, _, d, dv = problem.shape
+    _, nh, nkv, length, s, d, dv = problem.shape
     wide, turing = problem.pv == "fp32", arch == "sm_75"
     if problem.pv == "bf16":
         raise UnsupportedError(
@@ -95,7 +95,10 @@ def choose(problem: Problem, arch: str) -> Chosen:
         raise UnsupportedError(
             "pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8' and 'int16'"
         )
-    if arch == "sm_90a" and problem.pv == "int8" and length * packed_heads(nh // nkv) > MMA_ROWS:
+    many = length * packed_heads(nh // nkv) > MMA_ROWS
+    if (
+        arch == "sm_90a" and problem.pv == "int8" and many and s
+    ):  # of nothing there is no tensor map
         return Chosen(True, hopper_tiling(d, dv, option_constants(problem)), padded(d))
     tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8-fp32" if wide else "int8", d, dv)
     return Chosen(False, tiling, smallest(d, tiling.head_dims))

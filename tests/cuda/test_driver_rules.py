@@ -339,6 +339,21 @@ def test_strides(driver):  # noqa: F811
     assert "multiples of 16 bytes" in out[0] and "launch" not in odd
 
 
+NO_KEYS = """
+k = Tensor((1, 2, 0, 64), strides=(128, 64, 64, 1))
+for options in {}, {"is_causal": True}, {"precision": "int8"}, {"precision": "int8", "is_causal": True}:
+    for length in (5, 70):
+        print(numflash.attention(Tensor((1, 2, length, 64)), k, k, **options).shape)
+"""
+
+
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_nothing_to_attend_to(driver, capability):  # noqa: F811
+    """Strides are PyTorch's; no tensor map describes such keys."""
+    out, said = lines(driver, NO_KEYS, capability)
+    assert "stub:" not in said and out == ["(1, 2, 5, 64)", "(1, 2, 70, 64)"] * 4
+
+
 LADDER = """
 from numflash.cuda import study
 device = card.current_device()

@@ -256,11 +256,10 @@ def aligned(name: str, x: np.ndarray) -> np.ndarray:
 def mappable(*arrays: np.ndarray) -> bool:
     """Whether tensor maps describe these arrays.
 
-    Strides are positive, which those of broadcast and reversed axes are not.
+    Strides are positive, which those of broadcast and reversed axes are not, and no axis is empty.
     """
     return all(
-        0 < stride < 1 << 40
+        size == 1 or (size and 0 < stride < 1 << 40)
         for x in arrays
         for stride, size in zip(x.strides, x.shape, strict=True)
-        if size > 1
     )
