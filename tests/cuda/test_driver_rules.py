@@ -208,18 +208,36 @@ def test_an_interrupted_copy_leaves_nothing_on_the_card(driver):  # noqa: F811
 NUMBA = """
 from numba import cuda
 del sys.modules["torch"]
-stream = cuda.stream()
-q, k = (cuda.device_array((1, 2, n, 64), np.float16).bind(stream) for n in (70, 90))
-out, lse = numflash.attention(q, k, k, return_lse=True)
+stream, other = cuda.stream(), cuda.stream()
+q, k, v = (cuda.device_array((1, 2, n, 64), np.float16).bind(stream) for n in (70, 90, 90))
+out, lse = numflash.attention(q, k, v, return_lse=True)
 print(hex(int(stream))[2:], *(int(x.stream) == int(stream) for x in (out, lse)))
+print("others", file=sys.stderr)
+numflash.attention(q, k.bind(other), v.bind(other))
+print(hex(int(other))[2:])
 """
 
 
-def test_results_of_numba_are_on_the_stream_that_computes_them(driver):  # noqa: F811
-    """Theirs is what `copy_to_host` and other libraries wait for."""
+def test_streams_of_numba(driver):  # noqa: F811
+    """Results are on the one that computes them, for which `copy_to_host` and other libraries wait; and
+    it waits for those of the other operands, which then wait for it.
+    """
     out, said = lines(driver, NUMBA, "80", STUB_TRACE="1")
-    stream = out[0].split()[0]
-    assert out == [f"{stream} True True"] and f"kernel of 4 blocks on {stream}" in said
+    stream, other = out[0].split()[0], out[1]
+    first, second = said.split("others\n")
+    assert out[0] == f"{stream} True True" and f"kernel of 4 blocks on {stream}" in first
+    assert "waits for" not in first
+    calls = [
+        call
+        for call in second.splitlines()
+        if "record " in call or "waits for " in call or "kernel" in call
+    ]
+    event = calls[0].split()[1]
+    assert calls == [
+        f"record {event} on {other}", f"{stream} waits for {event}",
+        f"kernel of 4 blocks on {stream}",
+        f"record {event} on {stream}", f"{other} waits for {event}",
+    ]  # fmt: skip
 
 
 INT8 = """

@@ -17,7 +17,7 @@ from ...interop.arrays import Memory
 from ...interop.device_tensors import ALIGNMENT
 from ..device import Device, device_at
 from ..device.recorded import base, place
-from .libraries import Seen, refused, seen
+from .libraries import Numba, Seen, refused, seen
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -80,9 +80,16 @@ class Operands:
         made = library.empty(self.given[operand - 1], shape, dtype)
         return made, library.look(made)[0]
 
-    def stream(self) -> int:
-        """The caller's, for kernels that read the first operand."""
-        return int(self._library(1).stream(self.given[0]))
+    def streams(self) -> list[int]:
+        """The caller's, for kernels that read the first operand; then those that it is to wait for:
+        an array of Numba has its own, another library a current one.
+        """
+        first = self._library(1)
+        found = [int(first.stream(self.given[0]))]
+        for x, given in zip(self.seen[1:], self.given[1:], strict=True):
+            if x is not None and (x.library is not first or first is Numba):
+                found.append(int(x.library.stream(given)))
+        return list(dict.fromkeys(found))
 
     def _library(self, operand: int) -> Any:
         found = self.seen[operand - 1]

@@ -6,6 +6,7 @@ options. What small arrays on the host hold is part of the key.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,7 +46,9 @@ class Plan:
             x, there = operands.empty(number, shape, dtype)
             bases.append(there)
             found.append(x)
-        self.enqueue(bases, operands.stream())
+        stream, *others = operands.streams()
+        with self._device.among(stream, others) if others else contextlib.nullcontext():
+            self.enqueue(bases, stream)
         return found
 
     def enqueue(self, bases: Sequence[int], stream: int) -> None:

@@ -240,6 +240,29 @@ class Device:
             for step in steps:
                 step.enqueue(bases, stream, captured)
 
+    @contextlib.contextmanager
+    def among(self, stream: int, others: Sequence[int]) -> Iterator[None]:
+        """A `with` whose launches on a stream come after what others have been given so far, and before
+        what they are given next, which may write or free what is read.
+
+        Not those of a stream that is captured: a graph does not wait for what is no part of it.
+        """
+        d = self.driver
+        with self.active():
+            if capturing(d, stream):
+                others = ()
+            event = check(d, d.cuEventCreate(d.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+            try:
+                for other in others:
+                    check(d, d.cuEventRecord(event, other))
+                    check(d, d.cuStreamWaitEvent(stream, event, 0))
+                yield
+                for other in others:
+                    check(d, d.cuEventRecord(event, stream))
+                    check(d, d.cuStreamWaitEvent(other, event, 0))
+            finally:
+                d.cuEventDestroy(event)
+
     def submit(self, launch: Launch, stream: int) -> None:
         """Enqueue one launch whose arrays lie on the device, where they say."""
         self.enqueue([self.recorded(launch)], (0,), stream)
