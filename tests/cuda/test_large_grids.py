@@ -17,6 +17,7 @@ import test_quantized
 
 import numflash
 from numflash.cuda import launch_float, launch_int8
+from numflash.cuda.arrays import quantized
 from numflash.cuda.device import operands
 from numflash.cuda.launch import plan
 from numflash.errors import UnsupportedError
@@ -105,3 +106,17 @@ def test_rows_that_32_bits_do_not_number(arch):
     assert launch((1 << 16) - 1)
     with pytest.raises(UnsupportedError, match=r"query: got 2147483648 rows.*: 2147483647$"):
         launch(1 << 16)
+
+
+@pytest.mark.parametrize(("dv", "most"), [(64, 4194304), (256, 2097152)])
+def test_heads_that_32_bits_do_not_number(dv, most):
+    """Their first keys, eight rows of bytes each, or four of values."""
+    one = np.zeros((1, 1, 1, 256), np.float32)
+    q, v = (
+        np.lib.stride_tricks.as_strided(one, ((most >> 4) + 1, 16, 1, n), (0, 0, 0, 4))
+        for n in (64, dv)
+    )
+    problem = test_quantized.problem_of(q, q, v)
+    scratch = np.broadcast_to(np.zeros(1, np.uint8), quantized.scratch_bytes(problem, "sm_80"))
+    with pytest.raises(UnsupportedError, match=rf"key: got {most + 16} heads .*: {most}$"):
+        quantized.plan(problem, "sm_80", "float32", (v, v[..., 0]), scratch)

@@ -87,6 +87,13 @@ def plan(
     scratch : contiguous uint8, `scratch_bytes`
     """
     chosen = choose(problem, arch)
+    heads = problem.shape[0] * problem.shape[2]
+    # numbers of a head's first keys, in bytes and what these leave, or of their values
+    most = (1 << 31) // (FIRST_KEYS * max(2 * chosen.width, padded(problem.shape[6])))
+    if heads > most:  # 32 bits number them
+        raise UnsupportedError(
+            f"key: got {heads} heads of all batch entries; allowed with precision 'int8' on a card: {most}"
+        )
     memory, start = {}, 0
     for name, (shape, kind) in _arrays(problem, chosen).items():
         size = math.prod(shape) * np.dtype(kind).itemsize
