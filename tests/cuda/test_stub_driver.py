@@ -489,8 +489,11 @@ def test_groups_of_launches_are_timed(driver):
 FORKED = """
 import os
 from numflash.cuda.device import current_device
-device = current_device()
+from numflash.cuda.device.resident import Card
+device, there = current_device(), Card()
+held = there.zeros((4,), "f4"), there.pinned((4,), "f4")
 if os.fork() == 0:
+    del held
     try:
         device.active().__enter__()
     except Exception as error:
@@ -501,7 +504,10 @@ os.wait()
 
 
 def test_a_forked_process_is_told_to_be_spawned(driver):
-    said = run(driver, FORKED, "80").stdout
+    """And drops what its parent has on the card without a word."""
+    done = run(driver, FORKED, "80")
+    said = done.stdout
+    assert "Exception ignored" not in done.stderr, done.stderr
     assert said.startswith(
         "DriverError CUDA driver: it is not initialised in this process, which was"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, DriverError, UnsupportedError
 from ..compile import ARCHITECTURES, Compiled, compiled
 from .constants import Constants
 from .driver import (
@@ -158,8 +158,11 @@ class Device:
         return found
 
     def release(self, address: int) -> None:
-        """Free memory of the device; waits for the kernels that may still read it."""
-        with self.active(), Uncaptured(self.driver):
+        """Free memory of the device; waits for the kernels that may still read it.
+
+        Garbage collection asks for it, also in a forked process, which has no driver.
+        """
+        with contextlib.suppress(DriverError), self.active(), Uncaptured(self.driver):
             self.driver.cuMemFree(address)
 
     def prepared(

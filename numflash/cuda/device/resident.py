@@ -8,6 +8,7 @@ strides and views are computed as for any array, and nothing on the host reads t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UnsupportedError
+from ...errors import DriverError, UnsupportedError
 from ...interop.arguments import EMULATED_DEFAULT
 from ...interop.arrays import Memory
 from ..compile import compiled
@@ -321,7 +322,8 @@ class Card:
 
 
 def _free_pinned(device: Device, address: int) -> None:
-    with device.active(), Uncaptured(device.driver):
+    """As `Device.release`."""
+    with contextlib.suppress(DriverError), device.active(), Uncaptured(device.driver):
         device.driver.cuMemFreeHost(address)
 
 
