@@ -20,6 +20,18 @@ logger = logging.getLogger("numflash")
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 WEIGHTS = "torch.nn.MultiheadAttention that returns its weights; allowed: need_weights=False"
 _FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
+_DERIVE = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def _body(func: Any, **names: Any) -> Any:
+    """A function of PyTorch's that a mode receives as one call, with some of its global names
+    bound anew; it does not look for the mode again.
+    """
+    no_mode = dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary"), lambda tensors: False
+    )
+    bound = {**func.__globals__, **no_mode, **names}
+    return FunctionType(func.__code__, bound, func.__name__, func.__defaults__)
 
 
 class use(TorchFunctionMode):
@@ -78,13 +90,25 @@ class use(TorchFunctionMode):
             return self._answer(*args, **kwargs)
         if func is _MULTI_HEAD or func in _FUSED:
             return self._multi_head(func, *args, **kwargs)
+        if func in _DERIVE and not torch.compiler.is_compiling() and {Tensor}.issuperset(types):
+            return self._derive(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _derive(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """A backward pass, in which torch.utils.checkpoint may run a forward pass again: that has to
+        be answered as the first one was, but a mode is off inside of what it receives.
+        """
+        super().__enter__()
+        try:
+            return _body(func)(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _multi_head(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """PyTorch's multi-head attention, with its attention function replaced by ours.
 
-        A mode receives it as one call and is off inside, so its body runs here with two of its
-        global names bound to ours.
+        A mode receives it as one call and is off inside, so its body runs here with that name bound
+        to ours.
         """
         if func is not _MULTI_HEAD or torch.compiler.is_compiling():
             if self.fallback:
@@ -94,13 +118,7 @@ class use(TorchFunctionMode):
                 "torch.nn.MultiheadAttention: not routed inside torch.compile; allowed: uncompiled, or "
                 "use(fallback=True)"
             )
-        names = {
-            "has_torch_function": lambda tensors: False,
-            "scaled_dot_product_attention": self._answer,
-        }
-        body = FunctionType(
-            func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__
-        )
+        body = _body(func, scaled_dot_product_attention=self._answer)
         before = self.calls + self.fallbacks.total()
         out = body(*args, **kwargs)
         # to return its weights it multiplies by itself, and never calls the attention function

@@ -188,6 +188,27 @@ def test_checkpointing_and_a_graph_used_twice():
     assert torch.equal(first, torch.autograd.grad(out, q)[0])
 
 
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda loss, q: torch.autograd.grad(loss, q),
+        lambda loss, q: (loss.backward(inputs=q), q.grad)[1:],
+        lambda loss, q: (torch.autograd.backward([loss], inputs=[q]), q.grad)[1:],
+    ],
+    ids=["grad", "Tensor.backward", "backward"],
+)
+def test_checkpoints_inside_use(derive):
+    """What is computed again in the backward pass is answered by numflash, too."""
+    q = Q.clone().requires_grad_()
+    with nt.use() as outer, nt.use() as routed:
+        out = checkpoint(lambda x: SDPA(x * 2, K, V) * 3, q, use_reentrant=False)
+        (found,) = derive(out.sum(), q)
+        SDPA(Q, K, V)
+    assert (outer.calls, routed.calls) == (0, 2)
+    (want,) = torch.autograd.grad(3 * exact(q * 2, K, V).sum(), q)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_training_under_autocast(dtype):
     q = Q.clone().requires_grad_()
