@@ -262,7 +262,8 @@ def differentiate(
     grad_out, query, key, value, out, lse = arrays
     choice("impl", impl, IMPLS)
     there = impl in ("auto", "cuda") and on_device(query)
-    if functions != (None, None) and (there or impl.startswith("cuda")):
+    plain = functions[0] is functions[1] is None
+    if not plain and (there or impl.startswith("cuda")):
         raise UnsupportedError(
             f"impl: got {impl!r} with functions, of which CUDA has no gradients; allowed: 'auto' "
             "with arrays in host memory, 'cpu', 'portable', 'reference'"
@@ -274,7 +275,7 @@ def differentiate(
     taken = validation.import_operands(query, key, value)
     layout = options.layout
     problem = validation.problem_of(taken, options)
-    if functions != (None, None):
+    if not plain:
         from .flex.attention import with_functions
 
         problem = with_functions(problem, *functions, impl)

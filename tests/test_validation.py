@@ -83,7 +83,10 @@ BAD = [
     ("scale", {"scale": "1"}, ArgumentTypeError),
     ("scale", {"scale": True}, ArgumentTypeError),
     ("scale", {"scale": np.ones(4)}, ArgumentTypeError),
+    ("scale", {"scale": [[1], [1, 2]]}, ArgumentTypeError),
+    ("scale", {"scale": np.array("one")}, ArgumentTypeError),
     ("window", {"window": 3}, ArgumentTypeError),
+    ("window", {"window": memoryview(bytearray(2))}, ArgumentTypeError),
     ("window", {"window": (1, 2, 3)}, ArgumentTypeError),
     ("window", {"window": (1.5, None)}, ArgumentTypeError),
     ("window", {"window": (True, 0)}, ArgumentTypeError),
@@ -286,6 +289,7 @@ BAD_MERGE = [
     ("lse_a", {"lse_a": draw((2, 4))}, ArgumentError),
     ("lse_b", {"lse_b": np.zeros((2, 3), int)}, ArgumentTypeError),
     ("out_a", {"out_a": np.zeros((2, 3, 5), bool)}, ArgumentTypeError),
+    ("out_a", dict.fromkeys(("out_a", "lse_a", "out_b", "lse_b"), 1.0), ArgumentError),
 ]
 
 

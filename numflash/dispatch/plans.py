@@ -281,7 +281,7 @@ def find(key: Key) -> Any:
         return None
     try:
         return _plans.get(key)
-    except TypeError:  # an option that cannot be hashed
+    except (TypeError, ValueError):  # an option that cannot be hashed (ValueError: a memoryview)
         return None
 
 

@@ -80,8 +80,8 @@ def real(name: str, value: Any, low: float = -np.inf) -> float:
         return value
     if (
         isinstance(value, (bool, np.bool_, str))
-        or np.ndim(value)
         or not isinstance(value, (Real, np.ndarray))
+        or (isinstance(value, np.ndarray) and (value.ndim or value.dtype.kind not in "fiu"))
     ):
         raise ArgumentTypeError(f"{name}: got {value!r}; allowed: a number")
     try:

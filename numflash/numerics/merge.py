@@ -75,6 +75,8 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
             raise ArgumentTypeError(
                 f"{name}: got dtype {x.dtype}; allowed: the other's, {first.dtype}"
             )
+        if not first.array.ndim and name == "out_a":
+            raise ArgumentError("out_a: got shape (); allowed: (..., Dv)")
         shape = taken["out_a"].array.shape[: None if name.startswith("out") else -1]
         if x.array.shape != shape:
             raise ArgumentError(f"{name}: got shape {x.array.shape}; allowed: {shape}")

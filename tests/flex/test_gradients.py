@@ -5,6 +5,7 @@ import pytest
 
 import numflash
 from flex import gallery as g
+from numflash.errors import ArgumentTypeError
 
 SMOOTH = [
     (g.alibi, None), (g.softcap, g.causal), (g.distance_wave, g.documents), (g.checkerboard, g.prefix_lm),
@@ -77,6 +78,14 @@ def test_gradients_are_those_of_torch():
     weights = torch.softmax(score_mod(scores, 0, 0, i, j), -1)
     (weights @ leaves[2]).backward(torch.tensor(grad, dtype=torch.float64))
     assert_close(found, [x.grad.numpy() for x in leaves])
+
+
+@pytest.mark.parametrize("name", ["score_mod", "block_mask"])
+def test_an_array_in_the_place_of_a_function(name):
+    q, k, v = g.operands(22)
+    out, lse = numflash.flex_attention(q, k, v, return_lse=True)
+    with pytest.raises(ArgumentTypeError, match=f"{name}: got ndarray"):
+        numflash.attention_backward(out, q, k, v, out, lse, **{name: np.ones((2, 2))})
 
 
 @pytest.mark.slow
