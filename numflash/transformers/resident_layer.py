@@ -8,6 +8,7 @@ tokens are its first ones, whatever the padding of the batch.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +75,9 @@ class ResidentLayer(CacheLayerMixin):
 
     def __init__(self, cache: Any, window: int | None, shared: bool = False) -> None:
         super().__init__()
-        self.cache, self.window, self.is_sliding = cache, window, window is not None
+        # not a cycle: the memory of a cache that nobody holds is free at once, as of transformers' own
+        self.cache: Any = weakref.proxy(cache)
+        self.window, self.is_sliding = window, window is not None
         self.shared = shared
         self.seen = 0
         self.store: KVCache | None = None

@@ -5,9 +5,11 @@ With the float32 cache the greedy tokens are those of the eager implementation.
 """
 
 import copy
+import gc
 import json
 import os
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -298,6 +300,20 @@ def test_growth_limits_and_bytes(llama):
         logits(llama, [TOKENS, TOKENS[:, :6]], small)
     assert small.get_seq_length() == 40 and small.lengths.tolist() == [40, 40]
     assert logits(llama, [TOKENS[:, :5]], small).shape[1] == 5
+
+
+def test_a_cache_that_nobody_holds_is_freed_at_once(llama):
+    """Its memory would wait for the garbage collector, while the next generation allocates more."""
+    llama.set_attn_implementation("numflash")
+    cache = new(llama)
+    logits(llama, [TOKENS, TOKENS[:, :1]], cache)
+    stores = [weakref.ref(layer.store) for layer in cache.layers]
+    gc.disable()
+    try:
+        del cache
+        assert not any(store() for store in stores)
+    finally:
+        gc.enable()
 
 
 def test_an_interrupted_pass_is_undone(llama, monkeypatch):
