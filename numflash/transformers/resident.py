@@ -127,11 +127,7 @@ class ResidentCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the new tokens of a layer; see `ResidentLayer`."""
-        if self._moving:
-            raise NumflashError(
-                "ResidentCache: an earlier call that reorders, cuts or empties the cache was interrupted half-way; "
-                "reset() it"
-            )
+        self._refuse_parts()
         if layer_idx >= len(self.layers):
             raise ArgumentError(
                 f"layer_idx: got {layer_idx}; allowed: 0 to {len(self.layers) - 1}, the cache was made for another model"
@@ -140,8 +136,16 @@ class ResidentCache(Cache):
             self._finish_or_undo()
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
+    def _refuse_parts(self) -> None:
+        if self._moving:
+            raise NumflashError(
+                "ResidentCache: an earlier call that reorders, cuts or empties the cache was interrupted half-way; "
+                "reset() it"
+            )
+
     def _finish_or_undo(self) -> None:
         """Undo a forward pass that ended between two layers."""
+        self._refuse_parts()
         least = self.get_seq_length()
         if any(layer.seen > least or layer.unfinished for layer in self.layers):
             try:
@@ -208,6 +212,7 @@ class ResidentCache(Cache):
 
         What interrupts it leaves a mark, and the cache refuses to go on.
         """
+        self._refuse_parts()
         self._moving = True
         self._readings = {}
         for n, layer in enumerate(sorted(self.layers, key=lambda each: each.window is None)):

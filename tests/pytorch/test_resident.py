@@ -316,7 +316,7 @@ def test_a_cache_that_nobody_holds_is_freed_at_once(llama):
         gc.enable()
 
 
-def test_an_interrupted_pass_is_undone(llama, monkeypatch):
+def test_an_interrupted_pass_is_undone(llama, monkeypatch, tmp_path):
     llama.set_attn_implementation("numflash")
     cache = new(llama)
     whole = new(llama)
@@ -344,8 +344,15 @@ def test_an_interrupted_pass_is_undone(llama, monkeypatch):
     monkeypatch.setattr(second, "truncate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         cache.crop(-2)
-    with pytest.raises(NumflashError, match="interrupted half-way"):
-        logits(llama, [TOKENS[:, :3]], cache)
+    for call in (
+        lambda: logits(llama, [TOKENS[:, :3]], cache),
+        lambda: cache.crop(-1),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.save(tmp_path / "half.npz"),
+        cache.copy,
+    ):
+        with pytest.raises(NumflashError, match="interrupted half-way"):
+            call()
     cache.reset()
     wanted = logits(llama, [TOKENS], cache)
     last = cache.layers[-1]
