@@ -55,6 +55,18 @@ def test_functions_in_the_float32_kernel():
     check(g.t5_bias, g.nothing_for_some, "sm_80", "float32")
 
 
+@pytest.mark.parametrize(
+    ("arch", "precision"), [("sm_80", "float32"), ("sm_80", "float16"), ("sm_90a", "float16")]
+)
+def test_a_softcap_leaves_hidden_what_a_function_hides(arch, precision):
+    q, k, v = g.operands(6, length=20, s=40)
+    found = numflash.flex_attention(
+        q, k, v, g.causal_in_score, softcap=1.0, precision=precision, impl=f"cuda-emulator:{arch}"
+    )
+    wanted, _ = g.oracle(q, k, v, lambda s, *at: np.where(at[2] >= at[3], np.tanh(s), -np.inf))
+    assert np.abs(found - wanted).max() < CLOSE[precision]
+
+
 def test_functions_and_blocks_in_the_tensor_core_kernel():
     check(g.relative_bias, g.sliding_window, "sm_80", "float16", length=70, s=150)
 

@@ -128,7 +128,8 @@ def flash_float(
     q_size, k_size, v_size = block_q * max(d_bytes, dv_bytes), block_k * d_bytes, block_k * dv_bytes
     scaled = chosen.transforms and not changes  # by `adjust`
     adjusted = scaled or softcap or alibi or bool(mask)
-    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask, 2 if wide else 4)
+    part = 2 if wide else 4
+    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask, part, bool(functions))
     transform = chosen.transforms or changes
     find_tiles, start_of, is_full, _ = make_tile_list(OWN, listed, block_k)
     change = make_apply(OWN, functions, "score", key_tiles)

@@ -42,7 +42,7 @@ def flash_float32(
     folded: bool = False,
 ) -> Source:
     """The kernel for head sizes up to d and dv, multiples of 32; options as for `flash_float`."""
-    changes, masks = known(functions).changes, known(functions).masks
+    changes, masks, hidden = known(functions).changes, known(functions).masks, bool(functions)
     new_score = make_root(OWN, functions, "score")
     lets_pass = make_root(OWN, functions, "mask")
     d_parts, dv_parts, find_block = d // 32, dv // 32, make_find_block(WARPS, folded=folded)
@@ -122,7 +122,8 @@ def flash_float32(
                     if changes:
                         s = new_score(s * LN2, entry, head, row, i32(j), pointers) * LOG2E
                     if softcap:
-                        s = cap * tanh_accurate(ptx.div(s, cap))
+                        capped = cap * tanh_accurate(ptx.div(s, cap))
+                        s = NEG_INF if hidden and s == NEG_INF else capped  # as `make_adjust`
                     if alibi:
                         s -= slope * f32(abs(place - j))
                     if bias:

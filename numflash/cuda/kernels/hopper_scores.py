@@ -63,7 +63,7 @@ def make_soften(chosen: ScoreOptions, dv: int, block_k: int, packed: int, edge: 
     transform = chosen.transforms or changes
     _, start_of, is_full, _ = make_tile_list(OWN, listed, block_k)
     part = 2 if wide else 4  # of wide heads slopes are read again for every tile, too
-    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask, part)
+    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask, part, bool(functions))
     change = make_apply(OWN, functions, "score", key_tiles, part)
     hide_by_mask = make_apply(OWN, functions, "mask", key_tiles, part)
     softmax, hide, describe = make_softmax(key_tiles), make_hide(key_tiles), make_describe(packed)

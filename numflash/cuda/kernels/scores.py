@@ -127,7 +127,13 @@ def add_bias(x, bias):
 
 @functools.cache
 def make_adjust(
-    key_tiles: int, transform: bool, softcap: bool, alibi: bool, kind: str, part: int = 4
+    key_tiles: int,
+    transform: bool,
+    softcap: bool,
+    alibi: bool,
+    kind: str,
+    part: int = 4,
+    hidden: bool = False,
 ) -> Any:
     """adjust(s, first, rows: Rows, place: Place, factors, mask: Mask).
 
@@ -136,7 +142,7 @@ def make_adjust(
     `first` is the key of the thread's first score, `factors` = (scale * log2 e, softcap * log2 e,
     2 / softcap). With `transform` scores are turned into units of log2, on which softcap and ALiBi act; the kind of
     mask is "", "bool" (uint8) or "float" (float32, added). With more than a boolean mask `part`
-    tiles of 8 keys are unrolled.
+    tiles of 8 keys are unrolled. With `hidden` a score of -inf hides its key, and the softcap leaves it.
     """
     has_mask, float_mask = bool(kind), kind == "float"
     # more code than that is not unrolled: the fragment turns, a part at a time, and is never
@@ -173,7 +179,8 @@ def make_adjust(
                     if transform:
                         x = x * scale
                     if softcap:
-                        x = cap * tanh_fast(x, twice)
+                        capped = cap * tanh_fast(x, twice)
+                        x = NEG_INF if hidden and x == NEG_INF else capped
                     if alibi:
                         x -= slope[e >> 1] * ptx.to_float(i32(abs(q[e >> 1] + diagonal - j)))
                     if has_mask and q[e >> 1] < queries and j < keys:
