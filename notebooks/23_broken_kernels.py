@@ -253,8 +253,7 @@ check("23.8", block_sum)
 # ## 9. A ring of two stages
 #
 # `pipeline` is chapter 17's ring with two stages: thread 64 brings tiles of 8 x 64 halves by TMA, threads 0 to 63 add up their words.
-# Stage n & 1 has a barrier `full` and a barrier `empty`. (Tasks 9, 11 and 12 are one ring with three faults. Find each from its report,
-# before you compare the three texts.)
+# Stage n & 1 has a barrier `full` and a barrier `empty`.
 
 # %% tags=["exercise"]
 def pipeline(maps, out, tiles):
@@ -327,7 +326,7 @@ check("23.10", scores)
 # %% [markdown]
 # ## 11. A fast producer
 #
-# The same ring. The producer is fast.
+# A ring with three stages: stage n % 3 and its two barriers are used by tile n for the (n // 3)-th time. The producer is fast.
 
 # %% tags=["exercise"]
 def pipeline(maps, out, tiles):
@@ -335,24 +334,26 @@ def pipeline(maps, out, tiles):
     t = i32(cuda.threadIdx.x)
     base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
     if t == 0:
-        for s in range(2):
+        for s in range(3):
             ptx.mbarrier_init(base + u32(8 * s), u32(1))          # full: one arrival, and bytes
-            ptx.mbarrier_init(base + u32(16 + 8 * s), u32(64))    # empty: every consumer arrives
+            ptx.mbarrier_init(base + u32(24 + 8 * s), u32(64))    # empty: every consumer arrives
         ptx.fence_mbarrier_init()
         ptx.tensormap_acquire(maps)
     cuda.syncthreads()
     if t >= 64:                                            # the producer's warp
         if t == 64:
             for n in range(tiles):
-                full, empty = base + u32(8 * (n & 1)), base + u32(16 + 8 * (n & 1))
-                ptx.mbarrier_expect(full, u32(1024))                 # 8 rows of 64 halves
-                ptx.tma_load_4d(base + u32(1024 + 1024 * (n & 1)), maps, i32(0), i32(8 * n), i32(0), i32(0), full)
+                s, use = n % 3, n // 3
+                full, empty = base + u32(8 * s), base + u32(24 + 8 * s)
+                ptx.mbarrier_expect(full, u32(1024))           # 8 rows of 64 halves
+                ptx.tma_load_4d(base + u32(1024 + 1024 * s), maps, i32(0), i32(8 * n), i32(0), i32(0), full)
     else:
         total, four = u32(0), cuda.local.array(4, u32)
         for n in range(tiles):
-            full, empty = base + u32(8 * (n & 1)), base + u32(16 + 8 * (n & 1))
-            ptx.mbarrier_wait(full, u32((n >> 1) & 1))                  # consumers: this use of the stage
-            ptx.load_shared_v4(four, 0, base + u32(1024 + 1024 * (n & 1) + 16 * t))
+            s, use = n % 3, n // 3
+            full, empty = base + u32(8 * s), base + u32(24 + 8 * s)
+            ptx.mbarrier_wait(full, u32(use & 1))          # consumers: this use of the stage
+            ptx.load_shared_v4(four, 0, base + u32(1024 + 1024 * s + 16 * t))
             for e in range(4):
                 total += four[e]
             ptx.mbarrier_arrive(empty)
@@ -364,7 +365,8 @@ check("23.11", pipeline)
 # %% [markdown]
 # ## 12. A ring that stops
 #
-# The same ring. It stops and never ends; the emulator says who waits for what.
+# A ring with two stages for smaller tiles: 4 rows of 64 halves, and 32 consumers; thread 32 brings the tiles. It stops and never ends;
+# the emulator says who waits for what.
 
 # %% tags=["exercise"]
 def pipeline(maps, out, tiles):
@@ -374,17 +376,17 @@ def pipeline(maps, out, tiles):
     if t == 0:
         for s in range(2):
             ptx.mbarrier_init(base + u32(8 * s), u32(1))          # full: one arrival, and bytes
-            ptx.mbarrier_init(base + u32(16 + 8 * s), u32(64))    # empty: every consumer arrives
+            ptx.mbarrier_init(base + u32(16 + 8 * s), u32(32))    # empty: every consumer arrives
         ptx.fence_mbarrier_init()
         ptx.tensormap_acquire(maps)
     cuda.syncthreads()
-    if t >= 64:                                            # the producer's warp
-        if t == 64:
+    if t >= 32:                                            # the producer's warp
+        if t == 32:
             for n in range(tiles):
                 full, empty = base + u32(8 * (n & 1)), base + u32(16 + 8 * (n & 1))
                 ptx.mbarrier_wait(empty, u32(((n >> 1) & 1) ^ 1))
-                ptx.mbarrier_expect(full, u32(2048))
-                ptx.tma_load_4d(base + u32(1024 + 1024 * (n & 1)), maps, i32(0), i32(8 * n), i32(0), i32(0), full)
+                ptx.mbarrier_expect(full, u32(1024))
+                ptx.tma_load_4d(base + u32(1024 + 1024 * (n & 1)), maps, i32(0), i32(4 * n), i32(0), i32(0), full)
     else:
         total, four = u32(0), cuda.local.array(4, u32)
         for n in range(tiles):

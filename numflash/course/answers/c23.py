@@ -5,6 +5,7 @@ Each judge runs the kernel in the emulator under several schedules.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -87,30 +88,33 @@ def _shifted(kernel: Any) -> str:
     return ""
 
 
-def pipeline(kernel: Any) -> str:
-    """A ring of two stages: 64 consumers add up 5 tiles that one producer thread brings."""
+def pipeline(kernel: Any, rows: int = 8, stages: int = 2) -> str:
+    """A ring: 8 consumers for each row of a tile add up the tiles that one producer thread brings."""
     from ...cuda.compile import Source
     from ...cuda.compile.target import types
     from ...cuda.emulator import TensorMap
 
-    tiles = 5
-    keys = np.random.default_rng(1).standard_normal((1, 1, 8 * tiles, 64)).astype(np.float16)
-    out = np.zeros(64, np.uint32)
+    tiles, consumers = 2 * stages + 1, 8 * rows  # each stage is used twice, one three times
+    keys = np.random.default_rng(1).standard_normal((1, 1, rows * tiles, 64)).astype(np.float16)
+    out = np.zeros(consumers, np.uint32)
     u64, i32 = types.uint64, types.int32
     signature = types.void(u64, types.Array(types.uint32, 1, "C"), i32)
-    source = Source(kernel, signature, 96, 2 * 1024 + 2048)
-    maps = [TensorMap(keys, (1, 1, 8, 64))]
+    source = Source(kernel, signature, consumers + 32, 1024 * stages + 2048)
+    maps = [TensorMap(keys, (1, 1, rows, 64))]
     report, fault = emulated(source, 1, None, (maps, out, np.int32(tiles)), seeds=2, arch="sm_90a")
     fault = fault or nothing_stored(report)
     if fault:
         return fault
-    row, place = np.arange(64) // 8, np.arange(64) % 8  # of the 16 bytes that a consumer reads
-    chunks = keys.view(np.uint32).reshape(tiles, 8, 8, 4)
+    row, place = np.arange(consumers) // 8, np.arange(consumers) % 8  # of a consumer's 16 bytes
+    chunks = keys.view(np.uint32).reshape(tiles, rows, 8, 4)
     exact = chunks[:, row, place ^ row].sum((0, 2), dtype=np.uint32)
     wrong = np.nonzero(out != exact)[0]
     if not wrong.size:
         return ""
-    return f"no rule is broken, but {wrong.size} of 64 sums are wrong, the first is out[{wrong[0]}]"
+    return (
+        f"no rule is broken, but {wrong.size} of {consumers} sums are wrong, "
+        f"the first is out[{wrong[0]}]"
+    )
 
 
 def _warpgroup(kernel: Any) -> str:
@@ -251,21 +255,22 @@ EXERCISES = {
         "a ring with a fast producer",
         (
             "The producer overwrites a stage. What tells it that the consumers are done?",
-            "Before it uses a stage again it must wait for `empty`: parity ((n >> 1) & 1) ^ 1, "
-            "so that the first use of each stage does not wait.",
+            "Before it uses a stage again it must wait for `empty`. Its first use is n // 3 = 0 and must "
+            "not wait: ask for the parity of the phase before.",
+            "ptx.mbarrier_wait(empty, u32((use & 1) ^ 1)) with use = n // 3.",
         ),
-        judge=pipeline,
-        slip=("                ptx.mbarrier_wait(empty, u32(((n >> 1) & 1) ^ 1))\n", ""),
+        judge=functools.partial(pipeline, stages=3),
+        slip=("                ptx.mbarrier_wait(empty, u32((use & 1) ^ 1))\n", ""),
         broken=True,
     ),
     "23.12": Exercise(
         "a ring that stops",
         (
             '"deadlock": the consumers wait for a phase that never ends. `full` counts bytes.',
-            "A tile is 8 rows of 64 halves: how many bytes is that?",
+            "How many bytes does the producer announce, and how many does a tile have?",
         ),
-        judge=pipeline,
-        slip=("u32(1024))                 # 8 rows", "u32(2048))                 # 8 rows"),
+        judge=functools.partial(pipeline, rows=4),
+        slip=("u32(512))", "u32(1024))"),
         broken=True,
     ),
 }
