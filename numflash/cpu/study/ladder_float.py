@@ -103,9 +103,9 @@ def online(q, k, v, scale, o):
 
 @inline
 def softmax_row(s, m, l, out):
-    """Scores s of one row and tile become weights below the new maximum.
+    """Scores s of one row and tile become weights, relative to the new maximum.
 
-    Returns it and the new sum.
+    Returns the new maximum and the new sum of weights; what `out` has summed shrinks.
     """
     top = m
     for j in range(s.size):

@@ -108,9 +108,9 @@ def merge(o, m, l, out):
 
 @kernel(parallel=True, float_math=True)
 def unified(q, k, v, c, phi, o, l, high):
-    """Each part with the same shift phi (H,), in units of log2; high (H, splits) uint8.
+    """Each part with the same shift phi (H,), in octaves.
 
-    1 where a score does not fit.
+    high (H, splits) uint8 becomes 1 where a score is too far above phi.
     """
     splits = l.shape[1]
     for task in prange(l.size):
