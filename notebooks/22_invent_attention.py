@@ -115,7 +115,8 @@ else:
 # A mask function says whether a query may attend to a key. In StreamingLLM (Xiao et al. 2023) a token attends to the last few tokens and to
 # the first four of the text, to which models give the weight that they do not need elsewhere.
 #
-# **Exercise 2.** Write it: causal, the last 128 keys (the query's own included) and the first 4. Use `&` and `|`, not `and` and `or`.
+# **Exercise 2.** Write it: causal, the last 128 keys (the query's own included) and the first 4. Use `&` and `|`, not `and` and `or`,
+# with each comparison in parentheses: `(x < 3) & (y > 1)`. (Without them Python computes `3 & y` first.)
 
 # %% tags=["exercise"]
 def stream(b, h, q_idx, kv_idx):
