@@ -17,7 +17,7 @@
 # >
 # > **Time:** 40 minutes to read, 25 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [09](09_threads_causal_gqa.ipynb).
 # >
-# > **Terms:** [prefill](../docs/glossary.md#prefill), [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv), [gqa](../docs/glossary.md#gqa), [rotation](../docs/glossary.md#rotation).
+# > **Terms:** [prefill](../docs/glossary.md#prefill), [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv), [log sum exp](../docs/glossary.md#log-sum-exp), [gqa](../docs/glossary.md#gqa), [rotation](../docs/glossary.md#rotation).
 # >
 # > **Papers:** [QuaRot](https://arxiv.org/abs/2404.00456), [Flash-Decoding](https://pytorch.org/blog/flash-decoding/), [FlashDecoding++](https://arxiv.org/abs/2311.01282).
 
@@ -99,6 +99,12 @@ print(f"to keep the float32 units busy at 1 operation per byte: {roof().float32 
 #
 # Attention over all keys of a head is one job. 2 heads are 2 jobs, and 64 cores would mostly wait. FlashDecoding (2023) divides the keys:
 # each worker takes a part and leaves the state (m, l, o) of chapter 01: its maximum, its row sum, its sum of values that is not divided.
+# In the kernel below
+#
+# * `prange` divides the tasks, one for each head and part, among the threads,
+# * `part` gives the first key of part i and the one after its last,
+# * `scores` computes the scores of a block of keys into `s` and returns the largest,
+# * `add_values` makes weights of them, adds weight times value to `sums`, and returns the sum of the weights.
 
 # %%
 print(inspect.getsource(split_decode.split.py_func))
@@ -111,8 +117,9 @@ exact = numflash.attention(q[:, None], k, v, impl="reference")[:, 0]
 table(["part of head 0", "maximum m (octaves)", "row sum l"], [[i, float(m[0, i]), float(l[0, i])] for i in range(4)])
 
 # %% [markdown]
-# To add the parts, bring them to one maximum. A formula that is often seen is O = sum of exp(LSE_i - max LSE) * O_i, where O_i is
-# already divided by its own sum and LSE_i = m_i + log l_i. Something is missing:
+# To add the parts, bring them to one maximum. A formula that is often seen is O = sum of exp(LSE_i - max LSE) * O_i, where O_i is already
+# divided by its own sum, and LSE_i = m_i + log l_i is the log-sum-exp of a part: the logarithm of the sum of its weights. Something is
+# missing:
 
 # %%
 lse = m + np.log2(l)                                       # octaves

@@ -100,9 +100,10 @@ table(["kept for the backward pass", "MB"],
 # (The code below computes exp2(S' - LSE'), with S' and LSE' in octaves: both sides times log2(e). It is the same number, and
 # exp2 is what the machine computes fast.)
 #
-# Here is the plain kernel. `key_pass` owns a block of keys and goes through the queries; `query_pass` owns a block of queries
-# and goes through the keys. No other worker writes there. Printed are the tile that both share, and `query_pass`; `key_pass` is the same
-# with the roles of queries and keys exchanged.
+# Here is the plain kernel. `key_pass` owns a block of keys and goes through the queries; `query_pass` owns a block of queries and goes
+# through the keys. No other worker writes there. Printed are the tile that both share, and `query_pass`; `key_pass` is the same with the
+# roles of queries and keys exchanged. (`dot_products(a, b, out)` is out = a b^T, and `add_rows(w, x, out)` is out += w x. `seen_keys`
+# says for each row how many keys of the tile the causal mask leaves. `group` is the number of query heads that share a KV head.)
 
 # %%
 print(inspect.getsource(backward_plain.tile_gradients.py_func))

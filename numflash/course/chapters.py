@@ -165,7 +165,7 @@ CHAPTERS = {
         (40, 25),
         "One new token reads the whole cache once: bytes decide, and the keys are what can be split.",
         ("01", "09"),
-        ("prefill", "decode", "kv-cache", "split-kv", "gqa", "rotation"),
+        ("prefill", "decode", "kv-cache", "split-kv", "log-sum-exp", "gqa", "rotation"),
         (
             ("QuaRot", "https://arxiv.org/abs/2404.00456"),
             ("Flash-Decoding", "https://pytorch.org/blog/flash-decoding/"),
