@@ -124,6 +124,16 @@ def test_a_stored_listing_is_the_source_of_today(source):
         assert shown in ("", "".join(out.get("text", "") for out in cell.outputs))
 
 
+@each
+def test_a_stored_exercise_has_its_name_of_today(source):
+    """Where it has not: `python tools/notebooks.py --text NN`."""
+    made = json.loads(source.with_suffix(".ipynb").read_text())["cells"]
+    for cell, (_, _, body) in zip(made, cells(source), strict=True):
+        printed = "".join("".join(out.get("text", ())) for out in cell.get("outputs", ()))
+        for number, _ in checked(body):
+            assert f"{number} {exercises.find(number).name}: not " in printed, number
+
+
 def test_the_drawn_cache_is_the_one_that_the_page_prints():
     """Both are of the machine of the stored page."""
     book = (FOLDER / "02_tiling.ipynb").read_text()
