@@ -116,7 +116,7 @@ def solve(q, k, v, do, out, lse, arch="sm_80", emulator=None, in_place=False, **
     given = problem, do.view(bits), out.astype(kind).view(bits), lse.astype(np.float32), arch
     results = None
     if in_place:
-        stats = np.zeros(launch_backward.statistics_shape(problem), np.float32)
+        stats = np.full(launch_backward.statistics_shape(problem), np.nan, np.float32)
         results = (*(np.full(x.shape, POISON, bits) for x in (q, k, v)), stats)
     work = launch_backward.float_backward(*given, results)
     found, reports = launch_backward.emulated(work, **(emulator or {}))

@@ -108,6 +108,17 @@ def test_rows_that_32_bits_do_not_number(arch):
         launch(1 << 16)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("lengths", [(70, (1 << 29) + 1), ((1 << 29) + 1, 70), (70, 1 << 31)])
+def test_sequences_that_32_bits_do_not_number(arch, lengths):
+    one = np.zeros((1, 1, 1, 8), np.float16)
+    q, k = (np.lib.stride_tricks.as_strided(one, (1, 1, n, 8), (16, 16, 16, 2)) for n in lengths)
+    results = q, np.lib.stride_tricks.as_strided(one.view(np.float32), q.shape[:3], (4, 4, 4))
+    options = {"is_causal": True, "alignment": "lower_right"}
+    with pytest.raises(UnsupportedError, match=r"rows and \d+ keys of a head.*: 536870912$"):
+        plan(float_checks.problem_of(q, k, k, **options), arch, results)
+
+
 @pytest.mark.parametrize(("dv", "most"), [(64, 4194304), (256, 2097152)])
 def test_heads_that_32_bits_do_not_number(dv, most):
     """Their first keys, eight rows of bytes each, or four of values."""

@@ -143,7 +143,15 @@ def resident_ids(results: tuple | None, *arrays: np.ndarray) -> frozenset[int]:
 
 
 def key_places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
-    """Diagonal and number of keys of each batch entry, as int32."""
+    """Diagonal and number of keys of each batch entry, as int32.
+
+    Raises UnsupportedError for sequences so long that sums of positions and sides would leave it.
+    """
+    length = problem.shape[3]
+    if max(length, s) > NO_LIMIT:
+        raise UnsupportedError(
+            f"query, key: got {length} rows and {s} keys of a head; allowed on a card: {NO_LIMIT}"
+        )
     return (
         np.clip(problem.diagonal, -NO_LIMIT, NO_LIMIT).astype(np.int32),
         np.minimum(problem.key_lengths, s).astype(np.int32),
