@@ -102,6 +102,10 @@ class _Flex(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
+        if torch._C._functorch.is_legacy_batchedtensor(grad_out):
+            raise UnsupportedError(
+                "grad_outputs: got a batch of gradients (is_grads_batched, vectorize); allowed: one at a time"
+            )
         found = _Gradients.apply(grad_out, *ctx.saved_tensors, ctx.functions, ctx.options)
         return (*found, None, None)
 

@@ -373,13 +373,10 @@ attention_backward_operator.register_vmap(one_call(attention_backward_operator, 
 
 def _is_direct(x: Any) -> bool:
     """Whether PyTorch's dispatch would hand x on as it is: no subclass, no lazy negation, no batch of
-    `torch.autograd.grad(is_grads_batched=True)`.
+    gradients (`is_grads_batched` of torch.autograd.grad), which none of the levels of vmap shows.
     """
-    return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and not x.is_neg()
-        and not torch._C._functorch.is_legacy_batchedtensor(x)
-    )
+    plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg()
+    return plain and not torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 class _Attention(torch.autograd.Function):

@@ -188,6 +188,16 @@ def test_checkpointing_and_a_graph_used_twice():
     assert torch.equal(first, torch.autograd.grad(out, q)[0])
 
 
+def test_a_batch_of_gradients():
+    jacobian = torch.autograd.functional.jacobian
+    q, k, v = qkv(b=1, h=2, l=2, s=3, d=4)
+    found = jacobian(lambda x: nt.scaled_dot_product_attention(x, k, v), q, vectorize=True)
+    want = jacobian(lambda x: exact(x, k, v), q.double())
+    torch.testing.assert_close(found.double(), want, atol=1e-6, rtol=0)
+    with pytest.raises(UnsupportedError, match="a batch of gradients"):
+        jacobian(lambda x: nt.flex_attention(x, k, v), q, vectorize=True)
+
+
 @pytest.mark.parametrize(
     "derive",
     [
