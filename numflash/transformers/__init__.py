@@ -23,8 +23,12 @@ What they cannot serve raises `ArgumentError`: dropout, attention weights as an 
 cache of continuous batching.
 """
 
-from .attention import register
-from .by_name import CACHE_ARGUMENT
-from .resident import ResidentCache
+from .release import check_release
+
+check_release()
+
+from .attention import register  # noqa: E402
+from .by_name import CACHE_ARGUMENT  # noqa: E402
+from .resident import ResidentCache  # noqa: E402
 
 __all__ = ["CACHE_ARGUMENT", "ResidentCache", "register"]

@@ -16,8 +16,9 @@ transformers = pytest.importorskip(
 import numflash.transformers as nt
 from numflash.cpu import launch
 from numflash.dispatch import plans
-from numflash.errors import ArgumentError
+from numflash.errors import ArgumentError, UnsupportedError
 from numflash.transformers.attention import attend
+from numflash.transformers.release import check_release
 
 nt.register()
 SMALL = {
@@ -96,6 +97,14 @@ def both(model, run, name="numflash"):
             )
             out = run()
     return out, want, calls
+
+
+def test_an_older_release_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.19.3")
+    with pytest.raises(
+        UnsupportedError, match=r"transformers: got release 5\.19\.3; allowed: 5\.20"
+    ):
+        check_release()
 
 
 def test_the_docstring_of_the_module():
