@@ -13,6 +13,7 @@ from oracles import draw
 import numflash
 from numflash.cache.kvcache import KVCache
 from numflash.errors import CacheFullError
+from numflash.jit import threads
 
 B = 3
 G = 2
@@ -242,3 +243,51 @@ def test_attention_after_real_signals(precision):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
     assert hits > 5
+
+
+def until_inside(context, check):
+    """Interrupt a context manager at every bytecode until its body begins; then `check()`."""
+    inside = []
+
+    def call():
+        with context():
+            inside.append(True)
+
+    n = 0
+    while not inside:
+        interrupted(call, n)
+        check()
+        n += 1
+    assert n > 1
+
+
+@pytest.mark.skipif(threads.most() < 2, reason="needs two threads")
+@pytest.mark.parametrize("context", [numflash.num_threads, threads.limit])
+def test_the_number_of_threads_comes_back(context):
+    before = numflash.get_num_threads()
+
+    def check():
+        now = numflash.get_num_threads()
+        numflash.set_num_threads(before)
+        assert now == before
+
+    until_inside(lambda: context(1 if before > 1 else 2), check)
+
+
+def test_the_lock_of_the_work_queue_is_not_left_held(monkeypatch):
+    """Every other thread would wait for ever."""
+    monkeypatch.setattr(threads, "_serialised", lambda: True)
+    found = []
+
+    def check():
+        def take():
+            found.append(threads._kernels.acquire(timeout=1))
+            if found[-1]:
+                threads._kernels.release()
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        assert found[-1], len(found)
+
+    until_inside(threads.one_at_a_time, check)

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from numbers import Integral
 from typing import Any
@@ -158,21 +158,17 @@ def limit(threads: int | None) -> Iterator[int]:
     before = count()
     if threads is not None and not 1 <= threads <= most():
         raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
-    if threads not in (None, before):  # setting costs a tenth of a short kernel's call
-        numba.set_num_threads(threads)
     try:
+        if threads not in (None, before):  # setting costs a tenth of a short kernel's call
+            numba.set_num_threads(threads)
         yield threads or before
     finally:
         if numba.get_num_threads() != before:
             numba.set_num_threads(before)
 
 
-class _Held(threading.local):
-    depth = 0  # how often this thread holds the lock
-
-
 _kernels = threading.RLock()
-_held = _Held()
+_nothing = nullcontext()
 _concurrent = False
 
 
@@ -190,22 +186,14 @@ def _serialised() -> bool:
     return not _concurrent
 
 
-class one_at_a_time(ContextDecorator):
+def one_at_a_time() -> AbstractContextManager[Any]:
     """Serialise callers of parallel kernels where the threading layer is Numba's work queue.
 
     The work queue is not thread-safe and ends the process (docs/pitfalls.md, "The workqueue layer
-    ends the process"); OpenMP and TBB need no lock.
+    ends the process"); OpenMP and TBB need no lock. It is the lock itself, because Ctrl-C between a
+    method of ours and the lock would leave it held.
     """
-
-    def __enter__(self) -> None:
-        if _serialised():
-            _kernels.acquire()
-            _held.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        if _held.depth:
-            _held.depth -= 1
-            _kernels.release()
+    return _kernels if _serialised() else _nothing
 
 
 def get_num_threads() -> int:
@@ -251,8 +239,8 @@ def num_threads(threads: int) -> Iterator[int]:
         As `set_num_threads`.
     """
     before = count()
-    set_num_threads(threads)
     try:
+        set_num_threads(threads)
         yield int(threads)
     finally:
         numba.set_num_threads(before)

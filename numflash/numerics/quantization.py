@@ -164,12 +164,12 @@ def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     shape = (x.shape[0], max(1, -(-x.shape[1] // CHUNK)), x.shape[2])
     sums = np.zeros(shape, np.float32)
     peaks = np.zeros(shape, np.int32)
-    channel_statistics(x, lengths, sums, peaks)
+    with one_at_a_time():
+        channel_statistics(x, lengths, sums, peaks)
     return sums.sum(1, dtype=np.float64).astype(np.float32), peaks.max(1).view(np.float32)
 
 
 @guard.guarded
-@one_at_a_time()
 def quantize_heads(
     x: np.ndarray,
     granularity: str,
@@ -206,12 +206,14 @@ def quantize_heads(
         usable = peak > NO_SCALE
         scale = np.where(usable, peak / F(127), F(1))[:, None]
         factor = np.where(usable, F(127) / np.where(usable, peak, F(1)), F(0))
-        quantize_channels(x, offset, factor, lengths, data, bad, low)
+        with one_at_a_time():
+            quantize_channels(x, offset, factor, lengths, data, bad, low)
     else:
         block = {"row": 1, "block": KEY_BLOCK, "tensor": max(1, length)}[granularity]
         blocks = max(1, -(-length // block)) if granularity == "tensor" else -(-length // block)
         scale = np.ones((n, blocks), np.float32)
-        quantize_rows(x, offset, lengths, block, data, scale, bad, low)
+        with one_at_a_time():
+            quantize_rows(x, offset, lengths, block, data, scale, bad, low)
         scale = scale[:, :, None]
     return QuantizedTensor(
         data,
