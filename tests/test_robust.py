@@ -262,7 +262,7 @@ FORKED = """
 import os, sys, numpy as np, numba, numflash
 from numflash.errors import UnsupportedError
 x = np.ones((1, 1, 7, 8), np.float32)
-numflash.quantize(x)
+{first}
 if numba.threading_layer() != "omp":
     sys.exit(0)
 child = os.fork()
@@ -279,8 +279,9 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_process_forked_after_a_kernel_ran_gets_an_error_not_a_crash():
-    run(FORKED)
+@pytest.mark.parametrize("first", ["numflash.quantize(x)", "numflash.get_num_threads()"])
+def test_a_process_forked_after_threads_started_gets_an_error_not_a_crash(first):
+    run(FORKED.format(first=first))
 
 
 MEMORY = """

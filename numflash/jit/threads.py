@@ -246,7 +246,18 @@ def num_threads(threads: int) -> Iterator[int]:
         numba.set_num_threads(before)
 
 
-_first_process: int | None = None
+_checked = False  # whether what a first call needs is there
+_forked = False  # from a process in which OpenMP's threads had started
+
+
+def _after_fork() -> None:
+    global _forked
+    with suppress(ValueError):  # no threads yet
+        _forked = numba.threading_layer() == "omp"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def refuse_after_fork() -> None:
@@ -255,26 +266,21 @@ def refuse_after_fork() -> None:
     Raises
     ------
     UnsupportedError
-        In a process forked from one that has run them already: GNU OpenMP would terminate it
-        (docs/pitfalls.md, "GNU OpenMP does not survive a fork"). At the first call also where
-        Numba's threading layer cannot be loaded, or its threads' stacks are too small.
+        In a process forked from one in which Numba's threads had started, by a kernel or by asking
+        for their number: GNU OpenMP would terminate it (docs/pitfalls.md, "GNU OpenMP does not
+        survive a fork"). At the first call also where Numba's threading layer cannot be loaded, or
+        its threads' stacks are too small.
     MemoryError
         At the first call, if the address space is too small for the threads.
     """
-    global _first_process
-    if _first_process is None:
+    global _checked
+    if _forked:
+        raise UnsupportedError(
+            "forked from a process in which Numba's threads have started, which GNU OpenMP cannot survive; "
+            "allowed: worker processes started by 'spawn', or forked before the first call"
+        )
+    if not _checked:
         count()
         check_memory_for_threads()
         check_stacks()
-        _first_process = os.getpid()
-    elif _first_process != os.getpid():
-        try:
-            layer = numba.threading_layer()
-        except ValueError:  # no kernel has run yet
-            _first_process = os.getpid()
-            return
-        if layer == "omp":
-            raise UnsupportedError(
-                "forked from a process that has run numflash kernels, which GNU OpenMP cannot survive; "
-                "allowed: worker processes started by 'spawn', or forked before the first call"
-            )
+        _checked = True
