@@ -7,8 +7,10 @@ from collections.abc import Callable
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
+from ..errors import ArgumentError
 from .emit import Form
 from .machine import compile_program, lanes_of_target
+from .masks import whole
 from .prepared import prepare
 from .program import Program
 
@@ -36,8 +38,10 @@ def listing(
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        A function that cannot be traced, or a captured array that is too short.
+        A function that cannot be traced, a captured array that is too short, or a wrong shape.
     """
+    if not (whole(shape, 4) and min(shape) > 0):
+        raise ArgumentError(f"shape: got {shape!r}; allowed: four positive integers (B, H, L, S)")
     prepared = prepare(score_mod, mask_mod)
     prepared.check(shape)
     program = Program(prepared.graph, prepared.score, None, prepared.mask, shape)

@@ -166,17 +166,21 @@ class BlockMask:
         if full_kv_num_blocks is not None:
             full = import_array("full_kv_indices", full_kv_indices).array
             _fill(states, "full_kv", full_kv_num_blocks, full, FULL)
-        lengths = seq_lengths or (states.shape[2] * rows, states.shape[3] * keys)
-        whole = all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths)
-        if not whole or len(lengths) != 2:
+        lengths: Any = seq_lengths
+        if lengths is None:
+            lengths = states.shape[2] * rows, states.shape[3] * keys
+        if not whole(lengths, 2):
             raise ArgumentError(f"seq_lengths: got {lengths!r}; allowed: two integers")
         nb, nh, *blocks = states.shape
         if [-(-lengths[0] // rows), -(-lengths[1] // keys)] != blocks:
             raise ArgumentError(
                 f"seq_lengths: got {tuple(lengths)}; allowed: what {blocks} blocks of {block} cover"
             )
-        function = mask_mod or _everything
-        return cls(function, states, (lengths[0], lengths[1]), block, (nb, nh))
+        if mask_mod is not None and not callable(mask_mod):
+            raise ArgumentTypeError(
+                f"mask_mod: got {type(mask_mod).__name__}; allowed: a function, or None"
+            )
+        return cls(mask_mod or _everything, states, (lengths[0], lengths[1]), block, (nb, nh))
 
     def sparsity(self) -> float:
         """The part of all pairs that is in empty blocks, in percent.
@@ -215,13 +219,19 @@ class BlockMask:
         """The same of the blocks that are seen in full."""
         return np.argsort(self.states != FULL, -1, kind="stable").astype(np.int32)
 
+    def _of_head(self, b: int, h: int) -> np.ndarray:
+        """(blocks of L, blocks of S)."""
+        if not whole((b, h), 2):
+            raise ArgumentError(f"b, h: got {b!r}, {h!r}; allowed: two integers")
+        return self.states[min(b, len(self.states) - 1), min(h, self.states.shape[1] - 1)]
+
     def to_string(self, b: int = 0, h: int = 0, limit: int = WIDEST) -> str:
         """The blocks of one head as a picture: full ██, in part ░░, empty blank.
 
         At most `limit` wide.
         """
-        states = self.states[min(b, len(self.states) - 1), min(h, self.states.shape[1] - 1)]
-        step = max(1, -(-max(states.shape) // limit))
+        states = self._of_head(b, h)
+        step = max(1, -(-max(states.shape) // _size("limit", limit)))
         lines = []
         for i in range(0, states.shape[0], step):
             cells = [states[i : i + step, j : j + step] for j in range(0, states.shape[1], step)]
@@ -241,7 +251,7 @@ class BlockMask:
         import matplotlib.pyplot as plt
 
         ax = plt.gca() if ax is None else ax
-        states = self.states[min(b, len(self.states) - 1), min(h, self.states.shape[1] - 1)]
+        states = self._of_head(b, h)
         extent = (0, self.seq_lengths[1], self.seq_lengths[0], 0)
         ax.imshow(
             states,
@@ -269,6 +279,9 @@ def _shade(cell: np.ndarray) -> int:
 
 def _fill(states: np.ndarray, name: str, counts: Any, indices: np.ndarray, value: int) -> None:
     counts = import_array(f"{name}_num_blocks", counts).array
+    for kind, x in (("num_blocks", counts), ("indices", indices)):
+        if x.dtype.kind not in "iu":
+            raise ArgumentError(f"{name}_{kind}: got dtype {x.dtype}; allowed: integers")
     if counts.shape != states.shape[:3] or indices.shape[:3] != states.shape[:3]:
         raise ArgumentError(
             f"{name}_num_blocks: got shape {counts.shape}; allowed: {states.shape[:3]}"
@@ -284,6 +297,15 @@ def _fill(states: np.ndarray, name: str, counts: Any, indices: np.ndarray, value
             f"{name}_indices: got {chosen.max()}; allowed: 0 to {states.shape[3] - 1}"
         )
     states[b, h, q, chosen] = value
+
+
+def whole(given: Any, count: int) -> bool:
+    """Whether a value is a tuple or a list of so many integers."""
+    return (
+        isinstance(given, (tuple, list))
+        and len(given) == count
+        and all(isinstance(n, Integral) and not isinstance(n, bool) for n in given)
+    )
 
 
 def block_size(given: Any) -> tuple[int, int]:

@@ -348,9 +348,26 @@ def test_second_derivatives_are_refused():
 
 def test_block_lists_of_other_kinds_are_refused():
     counts, places = np.ones((1, 1, 2), int), np.zeros((1, 1, 2, 2), int)
-    for indices, lengths in ((places * 1.0, None), (places, (5,)), (places, (256.0, 256))):
+    for indices, lengths in (
+        (places * 1.0, None),
+        (places, (5,)),
+        (places, (256.0, 256)),
+        (places, 5),
+    ):
         with pytest.raises(ArgumentError):
             numflash.BlockMask.from_kv_blocks(counts, indices, seq_lengths=lengths)
+    for more in ((counts * 1.0, places), (counts, places, counts, places * 1.0)):
+        with pytest.raises(ArgumentError, match=r"got dtype float64; allowed: integers"):
+            numflash.BlockMask.from_kv_blocks(*more)
+    with pytest.raises(ArgumentTypeError, match="mask_mod: got int"):
+        numflash.BlockMask.from_kv_blocks(counts, places, mask_mod=3)
+    mask = numflash.BlockMask.from_kv_blocks(counts, places)
+    for wrong, words in (({"limit": 0}, "limit: got 0"), ({"b": 0.5}, r"b, h: got 0\.5")):
+        with pytest.raises(ArgumentError, match=words):
+            mask.to_string(**wrong)
+    for shape in ((1, 1), (1, 1, -3, 2)):
+        with pytest.raises(ArgumentError, match="shape: got"):
+            numflash.flex.listing(SCORES["relu"], shape=shape)
 
 
 def test_caches_are_copied_and_not_pickled():
