@@ -58,6 +58,15 @@ def test_no_warning_leaves_a_merge():
         merge.weights(np.array([np.inf, -np.inf, np.nan], F), np.array([np.inf, -np.inf, 0], F))
 
 
+def test_no_warning_leaves_the_integer_model():
+    x = draw((1, 1, 40, 16))
+    value = full(LARGEST, 1, 1, 40, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = numflash.attention(x, x, value, precision="int8", impl="reference")
+    assert np.isinf(out).any(), "a product that overflows"
+
+
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("impl", ["cpu", "portable", "reference"])
 def test_a_row_that_sees_keys_has_an_lse_above_minus_infinity(precision, impl):

@@ -313,7 +313,7 @@ def integer_model(
             *_, step = (None, *integer_steps(problem, b, h, key_block, plain))
             if step is not None:
                 m[b, h], l[b, h] = step.m, step.l
-                with np.errstate(divide="ignore", invalid="ignore"):
+                with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                     r = F(1) / step.l
                     g = h * nkv // nh
                     value_scale = value_units(problem, b, g) if wide else problem.value.scale[b, g]
