@@ -341,6 +341,7 @@ def test_using_ends_with_its_block():
         ("sve512", {"dtype": "float32", "mr": 12, "nv": 3}, "40 registers of 32"),
         ("amx_bf16", {"dtype": "bfloat16", "nv": 2}, "nv = 2 breaks a rule.*AMX.*allowed: 4"),
         ("mmx", {}, "'mmx-int8'; allowed: "),
+        ([1], {}, "tiling: got '.1.-int8'; allowed: "),
         (None, {"dtype": "float32"}, "isa: needed"),
     ],
 )

@@ -202,7 +202,7 @@ def using(isa: str | Tiling | None = None, dtype: str = "int8", **changes: int) 
                     f"isa: needed with dtype {dtype!r}; allowed: as in {changeable()}"
                 )
             isa = available(ISAS)[0]
-        name = isa if isa in TILINGS else f"{isa}-{dtype}"
+        name = isa if isinstance(isa, str) and isa in TILINGS else f"{isa}-{dtype}"
         if name not in TILINGS:
             raise ArgumentError(f"tiling: got {name!r}; allowed: {', '.join(changeable())}")
         t = changed(TILINGS[name], changes)
