@@ -184,6 +184,12 @@ def test_memory_of_a_long_sequence(precision):
     assert plan.layout.nbytes < 100e6
 
 
+def test_memory_that_no_address_reaches():
+    x = np.broadcast_to(np.float32(1), (1, 1, 2**57, 1))
+    with pytest.raises(MemoryError):
+        numflash.attention(Q[:1, :1, :1, :1], x, x)
+
+
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr("numflash.tiling.store.MOST", 3)
     plans._plans.plans.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -42,9 +43,19 @@ class Layout:
         self.sizes: dict[str, int] = {}
 
     def add(self, name: str, nbytes: int) -> int:
-        """Where an array of so many bytes starts."""
+        """Where an array of so many bytes starts.
+
+        Raises
+        ------
+        MemoryError
+            No address reaches its end.
+        """
         at, self.sizes[name] = self.nbytes, nbytes
         self.nbytes += -(-nbytes // LINE) * LINE
+        if self.nbytes > sys.maxsize:  # kernels are given places as 64-bit integers
+            raise MemoryError(
+                f"{self.nbytes} bytes of scratch memory are more than can be addressed"
+            )
         return at
 
     def guarded(self) -> list[np.ndarray]:
