@@ -23,11 +23,11 @@ QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 
 
-def python(code, cache, *arguments):
+def python(code, cache, *arguments, folder=ROOT):
     """A new process with its compiled kernels in `cache`, and nothing in a home of its own."""
     home = f"{cache}-home"
     folders = {"HOME": home, "XDG_CACHE_HOME": home, "NUMFLASH_CACHE_DIR": str(cache)}
-    return processes.run(code, cache, *arguments, check=False, **folders)
+    return processes.run(code, cache, *arguments, folder=folder, check=False, **folders)
 
 
 def entries(cache, suffixes=(".nbi", ".nbc")):
@@ -50,6 +50,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
     whole.write_whole(file, b"new")
     assert file.read_bytes() == b"new" and list(tmp_path.iterdir()) == [file]
+
+
+@posix
+def test_a_path_that_is_no_text(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")  # Latin-1, where names are UTF-8
+    folder.mkdir()
+    (folder / "numflash").symlink_to(ROOT / "numflash")
+    done = python(QUANTIZE, tmp_path / "cache", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert entries(tmp_path / "cache")
 
 
 class Planted:

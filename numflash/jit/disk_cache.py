@@ -227,6 +227,16 @@ class _TrustedLocator:
 
     get_cache_path: Callable[[], str]
 
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        """The subfolder for a source file.
+
+        Numba encodes the file's name, which may have bytes that are no text.
+        """
+        path = os.fsencode(os.path.abspath(py_file))
+        readable = path.decode("utf-8", "backslashreplace")
+        return super().get_suitable_cache_subpath(readable)  # type: ignore[misc]
+
     def ensure_cache_path(self) -> None:
         os.makedirs(self.get_cache_path(), mode=0o755, exist_ok=True)
         super().ensure_cache_path()  # type: ignore[misc]
