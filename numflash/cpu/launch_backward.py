@@ -66,7 +66,10 @@ def _solve(
     q, k, v, do = operands
     scale = max(1.0, abs(problem.scale))
     panel = 1 if isa == "portable" else FLOAT_ISAS[isa].panel
-    given = Given(q, k, v, do, out, lse, problem.key_lengths, scale)
+    bounds = bool(problem.softcap) or (
+        problem.functions is not None and problem.functions.changes_scores
+    )
+    given = Given(q, k, v, do, out, lse, problem.key_lengths, scale, bounds)
     found = examine(given, padded(problem.shape[3], panel))
     if isa == "portable":
         _rows(problem, False, found.held, operands, lse, found.exact_delta, gradients)

@@ -294,6 +294,20 @@ def test_a_row_that_is_not_finite_spoils_only_the_keys_it_sees(isa):
 
 
 @every_isa
+def test_keys_that_are_not_finite_and_scores_that_are(isa):
+    """A softcap gives an infinite key a weight: its value has a gradient."""
+    do, q, k, v = drawn(l=70, s=140, d=16)
+    k[:, :, [3, 130], 2] = np.inf, -np.inf
+    cap = 43.8126  # of which a product with its reciprocal is not 1
+    problem = make(q, k, v, softcap=cap)
+    with np.errstate(invalid="ignore"):  # infinity less infinity in the product that tanh takes
+        want = reference.gradients(problem, do, *reference.oracle(problem))
+    assert want[2][:, :, [3, 130]].all()
+    for found, exact in zip(solve(do, q, k, v, isa, softcap=cap), want, strict=True):
+        assert np.abs(found - exact).max() <= near(isa)
+
+
+@every_isa
 def test_finite_inputs_never_give_nan(isa):
     do, q, k, v = drawn(l=30, s=140, d=16)
     for factor in (1e18, 3e38):

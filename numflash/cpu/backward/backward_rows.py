@@ -90,8 +90,9 @@ def make_backward_rows(double: bool):
             call_slopes(function, x, Packed(slope, 0), s.size, 1, corner, R(LN2), R(LOG2E))
         if semantics.softcap > F(0):
             soften(semantics, s)
-            for j in range(s.size):
-                slope[j] *= R(1) - (s[j] / R(semantics.softcap)) ** 2
+            cap = R(semantics.softcap)
+            for j in range(s.size):  # exactly 0 at the cap, whatever a division is compiled to
+                slope[j] *= R(0) if abs(s[j]) >= cap else R(1) - (s[j] / cap) ** 2
         if semantics.general:
             change(semantics, b, h, i, first, s)
         return True
@@ -153,10 +154,13 @@ def make_backward_rows(double: bool):
         return True
 
     @inline
-    def add_keys(p, ds, keys, first, sums):
-        """sums += the score gradients times the keys."""
-        for j in range(p.size):
-            if p[j] != R(0):
+    def add_keys(ds, keys, first, sums):
+        """sums += the score gradients times the keys.
+
+        A gradient of 0 hides a key, as a weight of 0 does: softcap makes it of an infinite score.
+        """
+        for j in range(ds.size):
+            if ds[j] != R(0):
                 x, key = ds[j], keys[first + j]
                 for e in range(sums.size):
                     sums[e] += x * R(key[e])
@@ -193,7 +197,7 @@ def make_backward_rows(double: bool):
                 for first in range(lo, hi, KEYS):
                     p, ds = weights[: min(KEYS, hi - first)], slopes[: min(KEYS, hi - first)]
                     if gradients(given, row, n, first, p, ds):
-                        add_keys(p, ds, row.keys, first, sums)
+                        add_keys(ds, row.keys, first, sums)
                 for e in range(d):
                     dq[n, i, e] = F(sums[e] * R(given.scale))
 
@@ -212,8 +216,9 @@ def make_backward_rows(double: bool):
         for j in range(p.size):
             if p[j] != R(0):
                 x, y, dk_row, dv_row = ds[j], p[j], dk_sums[at + j], dv_sums[at + j]
-                for e in range(dk_row.size):
-                    dk_row[e] += x * row.query[e]
+                if x != R(0):
+                    for e in range(dk_row.size):
+                        dk_row[e] += x * row.query[e]
                 for e in range(dv_row.size):
                     dv_row[e] += y * row.grad[e]
 

@@ -26,6 +26,8 @@ class Given(NamedTuple):
     q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv), out (N, L, Dv), lse (N, L)
     key_lengths : (B,) int64
     scale : float64, at least 1
+    bounds : bool, whether a key that is not finite may have a finite score: softcap and score functions
+        see to it
     """
 
     q: np.ndarray
@@ -36,6 +38,7 @@ class Given(NamedTuple):
     lse: np.ndarray
     key_lengths: np.ndarray
     scale: float
+    bounds: bool
 
 
 class Found(NamedTuple):
@@ -47,7 +50,8 @@ class Found(NamedTuple):
     lse : (N, padded L) float32 in units of log2, +inf for rows that are not held or not there
     delta : (N, padded L) float32 rowsum(dO * O), 0 for those
     exact_delta : (N, L) float64, of all rows
-    largest : (Nkv, chunks of S, 2) int32, bits of the largest finite magnitudes of keys and values
+    largest : (Nkv, chunks of S, 2) int32, bits of the largest magnitudes of keys and values, of finite
+        ones unless the problem `bounds` scores
     """
 
     held: np.ndarray
@@ -70,7 +74,7 @@ def _examine_keys(task, given, found):
         of_key, of_value = largest_bits(given.k[n, j]), largest_bits(given.v[n, j])
         found.hidden[n, j] = j >= length or of_key >= INFINITE or of_value >= INFINITE
         if j < length:
-            most_k = max(most_k, of_key if of_key < INFINITE else I(0))
+            most_k = max(most_k, of_key if of_key < INFINITE or given.bounds else I(0))
             most_v = max(most_v, of_value if of_value < INFINITE else I(0))
     found.largest[n, chunk, 0], found.largest[n, chunk, 1] = most_k, most_v
 
