@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..errors import ArgumentError, NumflashError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
 from ..interop.arguments import emulated_arch
 from ..numerics.quantization import QuantizedTensor
 from . import contents
@@ -171,6 +171,8 @@ class Holdings:
         b = self._sequence(memory, "sequence", sequence)
         if out is None:
             return self._tail(memory, b, window)
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise ArgumentTypeError(f"out: got {out!r}; allowed: a pair of arrays, or None")
         n = int(memory.store.lengths[b])
         for x, d in zip(out, (self.head_dim, self.value_dim), strict=True):
             tokens = x.shape[1] if isinstance(x, np.ndarray) and x.ndim == 3 else n

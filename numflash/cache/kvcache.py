@@ -367,6 +367,7 @@ class KVCache(Appending):
             free.append(plan)
             if out is not None:
                 output(out, (*rows.shape[:-1], self.value_dim))
+            key = floats("key", key).array if isinstance(key, (list, tuple)) else key
             if np.ndim(key) == 4:
                 memory.refuse_dropped(rows.shape[2], key.shape[2])
             self.append(key, value)

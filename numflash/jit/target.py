@@ -189,7 +189,7 @@ def require(isa: str | None, isas: Needs = ISAS) -> str:
     """`isa` itself, or the best one for None; an error where the target lacks it."""
     if isa is None:
         return _best(tuple(isas.items()))
-    if isa not in isas:
+    if not isinstance(isa, str) or isa not in isas:
         raise ArgumentError(f"isa: got {isa!r}; allowed: {', '.join(map(repr, isas))}")
     if missing(isa, isas):
         raise UnsupportedError(

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop.arguments import mask_array
+from ..interop.arguments import choice, mask_array
+from ..validation.options import PRECISIONS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -71,6 +72,8 @@ def check_gradients(
     precision: str | None, differentiable: tuple[Tensor, ...], **constants: Tensor | None
 ) -> None:
     """Refuse what would lose a gradient without a word."""
+    if precision is not None:
+        choice("precision", precision, PRECISIONS)
     transformed = (
         not torch.compiler.is_compiling()
         and (  # the compiler's own level is none of these

@@ -17,6 +17,7 @@ from ..api import attention_backward
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..flex import BlockMask, captured
 from ..flex import flex_attention as attend
+from ..interop.arguments import flag
 from .checks import autocast, check_gradients, check_tensors
 from .operator import no_second_derivatives, pytorch_threads
 from .routing import use
@@ -158,6 +159,11 @@ def flex_attention(
     ------
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
+    return_lse = flag("return_lse", return_lse)
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise ArgumentTypeError(
+            f"return_aux: got {type(return_aux).__name__}; allowed: an AuxRequest of PyTorch, or None"
+        )
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise UnsupportedError(
             "return_aux: max_scores is not computed; allowed: AuxRequest(lse=True)"

@@ -22,7 +22,7 @@ from ..interop.arguments import choice
 from ..interop.arrays import Memory
 from ..jit import threads
 from ..jit.threads import one_at_a_time, refuse_after_fork
-from ..validation.options import IMPLS, Options
+from ..validation.options import ALIGNMENTS, IMPLS, Options
 from .batching import one_call
 
 OPTIONS = {
@@ -81,6 +81,7 @@ def _named(values: tuple) -> tuple[dict[str, Any], str]:
     """The operator's options by the names of `Options`, and which implementation is asked for."""
     given = dict(zip(OPTIONS, values, strict=True))
     given["window"] = given.pop("left"), given.pop("right")
+    choice("alignment", given["alignment"], ALIGNMENTS)
     return given, choice("impl", given.pop("impl"), IMPLS)
 
 

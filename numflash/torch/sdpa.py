@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import flag, sides
 from .checks import SdpaError, autocast, check_constants, check_gradients, check_tensors
 from .operator import attend, without_operator
@@ -201,7 +202,12 @@ def scaled_dot_product_attention(
     UnsupportedError
         Tensors on a device that is neither a CPU nor a CUDA card.
     """
-    if dropout_p == 0.0 and attn_mask is None and type(enable_gqa) is bool:
+    if (
+        attn_mask is None
+        and type(enable_gqa) is bool
+        and type(dropout_p) is float
+        and not dropout_p
+    ):
         options = (
             None,
             is_causal,
@@ -237,6 +243,8 @@ def _with_operator(
     pv: str | None,
 ) -> Tensor:
     """The same by the registered operator: masks, gradients, any number of dimensions."""
+    if not isinstance(dropout_p, (int, float, Real)):
+        raise ArgumentTypeError(f"dropout_p: got {dropout_p!r}; allowed: a number, 0.0")
     if dropout_p != 0.0:
         raise SdpaError(
             f"dropout_p: got {dropout_p}; allowed: 0.0 only (model.eval(), or no dropout in its configuration)"

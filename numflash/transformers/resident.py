@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
+from ..cache.arguments import integer
 from ..cache.settings import DTYPES, MAX_LENGTH
 from ..errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
 from ..interop.arguments import choice
@@ -274,13 +275,13 @@ class ResidentCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence i a copy of sequence beam_idx[i]."""
-        self._select(beam_idx.cpu().numpy())
+        self._select(_indices("beam_idx", beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices`, numbers or a mask."""
         held = self._sequences()
         try:
-            chosen = held[np.asarray(indices.cpu())]
+            chosen = held[_indices("indices", indices)]
         except IndexError as error:
             raise ArgumentError(
                 f"indices: got {indices.tolist()}; allowed: numbers below {held.size}, or {held.size} booleans"
@@ -292,7 +293,7 @@ class ResidentCache(Cache):
 
         One prompt, several answers.
         """
-        self._select(self._sequences().repeat(stored.bound("repeats", repeats, 1, 1 << 20)))
+        self._select(self._sequences().repeat(integer("repeats", repeats, 1, 1 << 20)))
 
     def copy(self) -> ResidentCache:
         """An independent cache with the same tokens.
@@ -358,6 +359,14 @@ class ResidentCache(Cache):
             "sizes": None if self.sizes is None else list(self.sizes),
             "layers": [layer.describe() for layer in self.layers],
         }
+
+
+def _indices(name: str, x: Any) -> np.ndarray:
+    """A tensor of indices as an array."""
+    if not isinstance(x, Tensor):
+        raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed: a tensor")
+    found: np.ndarray = x.cpu().numpy()
+    return found
 
 
 def _decoder(config: Any) -> Any:

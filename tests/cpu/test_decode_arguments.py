@@ -282,6 +282,22 @@ def test_options_have_the_limits_of_attention(option, words):
         cache.decode(draw((B, H, 1, D), 1), **option)
 
 
+def test_arguments_of_another_kind():
+    cache = KVCache(B, G, D, 9, "float32")
+    ragged, query = [[1], [2, 3]], draw((B, H, 1, D), 1)
+    for call, words in (
+        (lambda: KVCache(B, G, D, 9, isa=["avx2"]), "isa: got ['avx2']"),
+        (lambda: cache.tail(0, out=3), "out: got 3; allowed: a pair"),
+        (lambda: cache.tail(0, out=()), "out: got (); allowed: a pair"),
+        (lambda: cache.step(query, ragged, tokens(1)[1]), "key: got"),
+        (lambda: cache.decode(query, scale=np.array("1")), "scale: got array('1'"),
+        (lambda: cache.decode(query, softcap=ragged), "softcap: got [[1]"),
+    ):
+        with pytest.raises(NumflashError, match=re.escape(words)):
+            call()
+    assert not cache.lengths.any()
+
+
 def test_what_equals_1_is_still_refused():
     """Calls are remembered by their arguments, and True == 1 == 1.0."""
     cache, query = KVCache(B, G, D, 9, "float32"), draw((B, H, 1, D), 1)

@@ -507,6 +507,13 @@ def test_what_is_refused(llama, tmp_path):
     for n in (1, -41):
         with pytest.raises(ArgumentError, match="tokens_to_remove"):
             cache.crop(n)
+    for name, change in (
+        ("beam_idx", cache.reorder_cache),
+        ("indices", cache.batch_select_indices),
+        ("repeats", cache.batch_repeat_interleave),
+    ):
+        with pytest.raises(ArgumentTypeError, match=f"{name}: got"):
+            change(None)
     cache.save(tmp_path / "a.npz")
     for wrong, words in ((other.config, "window"), (config, "KV heads")):
         with pytest.raises(ArgumentError, match=words):

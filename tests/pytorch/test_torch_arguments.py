@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
 import numflash.torch as nt
-from numflash.errors import ArgumentError, NumflashError
+from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 Q = torch.randn(2, 4, 9, 16)
@@ -30,6 +30,10 @@ WRONG = [
     ({"return_lse": 1}, "return_lse: got 1; allowed: True or False"),
     ({"precision": 5}, "precision: got 5; allowed: 'float32'"),
     ({"precision": ["int8"]}, "precision: got "),
+    ({"precision": np.ones(2)}, "precision: got array"),
+    ({"alignment": np.ones(2)}, "alignment: got array"),
+    ({"scale": np.array("1")}, "scale: got array"),
+    ({"scale": [[1], [2, 3]]}, r"scale: got \[\[1\]"),
     ({"pv": 5}, "pv: got 5"),
     ({"alignment": None}, "alignment: got None"),
     *(({name: [1]}, f"{name}: got list; allowed: a tensor, or None") for name in TENSORS),
@@ -53,6 +57,14 @@ def test_wrong_options(options, message, observed):
         if set(options) <= {"attn_mask", "scale", "is_causal", "enable_gqa", "precision", "pv"}:
             with pytest.raises(NumflashError, match=message):
                 nt.scaled_dot_product_attention(Q, Q, Q, **options)
+
+
+def test_wrong_options_of_one_function():
+    for options in ({"return_lse": np.ones(2)}, {"return_aux": True}):
+        with pytest.raises(ArgumentTypeError, match=f"{next(iter(options))}: got"):
+            nt.flex_attention(Q, Q, Q, **options)
+    with pytest.raises(ArgumentTypeError, match="dropout_p: got array"):
+        nt.scaled_dot_product_attention(Q, Q, Q, dropout_p=np.ones(2))
 
 
 @pytest.mark.parametrize(("options", "message"), OF_PYTORCH)
