@@ -79,7 +79,7 @@ def real(name: str, value: Any, low: float = -np.inf) -> float:
     if type(value) is float and low <= value < np.inf and value > -np.inf:
         return value
     if (
-        isinstance(value, (bool, np.bool_, str))
+        isinstance(value, (bool, np.bool_))
         or not isinstance(value, (Real, np.ndarray))
         or (isinstance(value, np.ndarray) and (value.ndim or value.dtype.kind not in "fiu"))
     ):
