@@ -14,6 +14,7 @@ import numflash
 from numflash.cache.kvcache import KVCache
 from numflash.errors import CacheFullError
 from numflash.jit import threads
+from numflash.jit.interrupts import uninterrupted
 
 B = 3
 G = 2
@@ -188,6 +189,39 @@ def test_an_interrupted_load_leaves_an_empty_cache(kind):
             cache.append(*given(cache, 5, 3))
             cache.decode(draw((B, G, 2, D), 7))
         n += 5
+
+
+@pytest.mark.skipif(
+    not hasattr(signal, "SIGUSR1") or threading.current_thread() is not threading.main_thread(),
+    reason="needs POSIX signals",
+)
+def test_every_signal_that_came_while_compiling_is_handled():
+    """In the order in which they came, also behind one whose handler raises."""
+    came = []
+
+    def raising(number, frame):
+        came.append(number)
+        raise TimeoutError(number)
+
+    def compiles():
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert not came
+
+    handlers = {
+        signal.SIGUSR1: raising,
+        signal.SIGUSR2: raising,
+        signal.SIGTERM: lambda number, frame: came.append(number),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with pytest.raises(TimeoutError):
+            uninterrupted(compiles)
+        assert all(signal.getsignal(number) is handler for number, handler in handlers.items())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert came == list(handlers)
 
 
 @needs_signals

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 _deferring = False  # in the main thread, where Python handles signals
@@ -49,5 +50,6 @@ def uninterrupted(function: Callable, *args: Any) -> Any:
         _deferring = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number, frame in pending:
-            handlers[number](number, frame)
+        with ExitStack() as turns:  # each handler has its turn, whatever another one raises
+            for number, frame in reversed(pending):
+                turns.callback(handlers[number], number, frame)
