@@ -304,7 +304,7 @@ def test_keys_that_are_not_finite_and_scores_that_are(isa):
         want = reference.gradients(problem, do, *reference.oracle(problem))
     assert want[2][:, :, [3, 130]].all()
     for found, exact in zip(solve(do, q, k, v, isa, softcap=cap), want, strict=True):
-        assert np.abs(found - exact).max() <= near(isa)
+        assert np.abs(found - exact).max() <= near(isa) * max(1, np.abs(exact).max())
 
 
 @every_isa
