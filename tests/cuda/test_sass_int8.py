@@ -226,4 +226,4 @@ def test_operands_of_floats_on_the_card(arch, d, dtype):
     assert found.count(load + ".CONSTANT") == 3 * 4 * turns
     assert found.registers <= (128 if turns == 1 else 255)
     found = resources(int8_results, arch, **sizes, dtype=dtype, sinks=True)
-    assert found.registers <= 80
+    assert found.registers <= (80 if turns == 1 else 112)
