@@ -102,7 +102,11 @@ def _merge(problem: Problem, arch: str, parts: Parts, results: Results) -> Launc
     out, lse = results
     return Launch(
         merge_parts,
-        {"dv": padded(dv), "dtype": problem.precision},
+        {
+            "dv": padded(dv),
+            "dtype": problem.precision,
+            **({"turing": True} if arch == "sm_75" else {}),
+        },
         arch,
         (length, nh, nb),
         ((parts.out, parts.lse, out, lse), out.strides[:3], (nh, length, parts.number, dv)),

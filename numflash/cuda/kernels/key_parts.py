@@ -110,7 +110,7 @@ def find_shares(share, lse_at, parts, lane):
     return safe + ptx.lg2(total) * LN2
 
 
-def merge_parts(dv: int, dtype: str) -> Source:
+def merge_parts(dv: int, dtype: str, turing: bool = False) -> Source:
     """The kernel that merges the parts of each row, for padded value sizes up to dv.
 
     A block for each row. Its warps sum every eighth part, a lane two channels of each 64, and leave
@@ -118,7 +118,7 @@ def merge_parts(dv: int, dtype: str) -> Source:
     """
     pairs = (dv + 63) // 64
     n_sums, n_words = 2 * pairs, TURNS * 2 * pairs
-    pack = ptx.pack[dtype]
+    pack = ptx.pack_turing if turing else ptx.pack[dtype]  # sm_75 packs no two at once
 
     def merge(pointers, strides, sizes):
         o_parts, lse_parts, out, lse_out = pointers
