@@ -13,6 +13,7 @@ from float_checks import DTYPES, compare, problem_of
 import numflash
 from numflash.cuda import launch_split
 from numflash.cuda.arrays import forward
+from numflash.cuda.compile import compiled
 from numflash.cuda.device import operands
 from numflash.cuda.validate.on_the_card import Planned
 from numflash.flex.attention import with_functions
@@ -154,6 +155,14 @@ def test_a_card_splits_the_keys_of_few_rows():
         problem = problem_of(q, k[:, :, :s], v[:, :, :s])
         steps = forward.launches(problem, "float16", Planned("sm_90a"), results, np.zeros)
         assert [x.factory.__name__ for x in steps] == names
+
+
+def test_machine_code_for_turing():
+    """The emulator takes instructions of later cards, their assembler does not."""
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=2, hkv=1, l=2, s=600, d=64))
+    results = np.zeros(q.shape, np.float16), np.zeros(q.shape[:3], np.float32)
+    for step in launch_split.forward(problem_of(q, k, v), "sm_75", 2, results, full):
+        compiled(step.factory, "sm_75", "cubin", **step.constants)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=slow)])
