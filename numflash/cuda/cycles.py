@@ -162,12 +162,13 @@ def kernels(arch: str) -> Iterator[Row]:
         if hopper:
             kinds = [(False, 1), (True, 1)] + [(False, 2)] * (d >= CUDA_SHARED_KEYS)
             for band, cluster in kinds:
-                t = cuda_tiling(arch, "float16", d, d, True, MANY_ROWS if band else 0)
+                t = cuda_tiling(arch, "float16", d, d, True, band)
                 pairs = {"overlap": True, "ping_pong": d <= 128, "band": band, "cluster": cluster}
                 kind = ", causal" if band else ", clusters" if cluster > 1 else ""
                 name = f"float16 forward, D={d}{kind}"
                 tile = 2 * WARP_ROWS * d * t.key_block
-                blocks = {"block_q": t.block_q, "block_k": t.key_block}
+                copies = t.buffers[0].copies
+                blocks = {"block_q": t.block_q, "block_k": t.key_block, "queries": copies}
                 yield row(name, flash_hopper, tile, **size, **blocks, **pairs)
         else:
             yield row(

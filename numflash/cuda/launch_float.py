@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..tiling import CUDA_SHARED_KEYS, Tiling, cuda_tiling
+from ..tiling import CUDA_SCORE_TIME, CUDA_SHARED_KEYS, Tiling, cuda_tiling, cuda_tilings
 from ..tiling import padded as smallest
 from ..validation import Problem
 from .device.arrangement import Arrangement, band_costs, listed_costs
@@ -247,10 +247,27 @@ def scores_as_they_are(problem: Problem) -> bool:
     return _moderate(problem) and not problem.softcap and all(x is None for x in changed)
 
 
-def band_rows(problem: Problem) -> int:
-    """The rows of `packed_heads` together where they see only a band of keys, else 0."""
-    _, nh, nkv, length, *_ = problem.shape
-    return length * packed_heads(nh // nkv) if band(problem)[0] else 0
+def hopper_tiling(problem: Problem) -> Tiling:
+    """The tiling of `kernels.flash_hopper` for a problem: the one whose tiles take the least time.
+
+    They compute scores beyond the last row and key and beside a band, too, more of them the larger
+    they are. Lengths and diagonal are those of the longest sequence.
+    """
+    _, nh, nkv, length, s, d, dv = problem.shape
+    banded, left, right = band(problem)
+    plain = scores_as_they_are(problem)
+    packed = packed_heads(nh // nkv)
+    diagonal, keys = key_places(problem, s)
+    longest = slice(keys.argmax(), keys.argmax() + 1) if keys.size else slice(0)
+
+    def time(t: Tiling) -> float:
+        tile = t.block_q, t.key_block
+        rows = length, packed, -(-length * packed // t.block_q)
+        costs = band_costs(rows, keys[longest], diagonal[longest], (left, right), tile)
+        each = CUDA_SCORE_TIME.get(tile, (1.0, 1.0))[banded]
+        return (costs - 1).sum() * t.block_q * t.key_block * each
+
+    return min(cuda_tilings("sm_90a", problem.precision, d, dv, plain, banded), key=time)
 
 
 def units_together(problem: Problem, packed: int) -> int:
@@ -308,7 +325,7 @@ def hopper_forward(
     banded, left, right = band(problem)
     plain = scores_as_they_are(problem)
     packed = packed_heads(nh // nkv)
-    tiling = tiling or cuda_tiling("sm_90a", problem.precision, d, dv, plain, band_rows(problem))
+    tiling = tiling or hopper_tiling(problem)
     wide, dv_wide = (smallest(x, tiling.head_dims) for x in (d, dv))
     block_q, block_k = tiling.block_q, tiling.key_block
     mask, kind = one_mask(problem)
@@ -324,6 +341,7 @@ def hopper_forward(
         "group": nh // nkv,
         "packed": packed,
         "overlap": overlap,
+        "queries": tiling.buffers[0].copies,
         # turns at the tensor cores pay where a tile's products take about as long as its softmax, and
         # of 64 channels with three warpgroups (measured on an H200; FlashAttention-3 does the same)
         "ping_pong": block_q > 128 or 64 < max(wide, dv_wide) <= 128,

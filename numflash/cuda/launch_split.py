@@ -32,7 +32,7 @@ from .device.operands import (
     resident_ids,
     rows_per_block,
 )
-from .launch_float import band_rows, float_forward, hopper_forward, scores_as_they_are
+from .launch_float import float_forward, hopper_forward, hopper_tiling
 
 __all__ = ["forward", "parts_of"]
 Empty = Callable[[tuple[int, ...], str], np.ndarray]
@@ -50,8 +50,7 @@ def _tiles_of_rows(problem: Problem, arch: str) -> tuple[int, Tiling]:
     """How many tiles of rows there are, and the sizes of one."""
     nb, nh, nkv, length, _, d, dv = problem.shape
     if _on_hopper(problem, arch):
-        plain, packed = scores_as_they_are(problem), packed_heads(nh // nkv)
-        tiling = cuda_tiling(arch, problem.precision, d, dv, plain, band_rows(problem))
+        packed, tiling = packed_heads(nh // nkv), hopper_tiling(problem)
         return -(-length * packed // tiling.block_q) * (nh // packed) * nb, tiling
     family = "sm_75" if arch == "sm_75" else "sm_80"
     tiling = cuda_tiling(family, problem.precision, padded(d), padded(dv))

@@ -159,6 +159,18 @@ def shaped(name: str, shape: Any) -> np.ndarray:
         ) from None
 
 
+def on_card(problem: Problem, arch: str) -> Tiling:
+    """The tiling of a card's kernel for a problem that its sizes fit."""
+    from ..cuda.launch_float import hopper_tiling
+    from ..cuda.launch_int8 import choose
+
+    if problem.precision == "int8":
+        return choose(problem, arch).tiling
+    if arch == "sm_90a" and problem.precision != "float32":
+        return hopper_tiling(problem)
+    return cuda_tiling(arch, problem.precision, *problem.shape[5:])
+
+
 def on_this_cpu(problem: Problem, isa: str | None = None) -> tuple[str, Tiling]:
     """The instruction set that serves a problem on this CPU, and the tiling its next call takes.
 
@@ -199,21 +211,7 @@ def explain_problem(
             from ..cuda.device import current_device
 
             isa = current_device().arch
-        from ..cuda.launch_float import band_rows, scores_as_they_are
-        from ..cuda.launch_int8 import choose
-
-        if problem.precision == "int8":
-            choose(problem, isa)  # refuses what cards have not
-        # two planes of weights have no kernel of Hopper's own
-        family = "sm_80" if isa == "sm_90a" and problem.pv == "int16" else isa
-        tiling = cuda_tiling(
-            family,
-            problem.precision + ("-fp32" if problem.pv == "fp32" else ""),
-            d,
-            dv,
-            scores_as_they_are(problem),
-            band_rows(problem),
-        )
+        tiling = on_card(problem, isa)
     else:
         isa, tiling = on_this_cpu(problem, "portable" if impl == "portable" else None)
     visible = visible_share(problem)

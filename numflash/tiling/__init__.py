@@ -23,11 +23,11 @@ from .choice import CHOSEN, chosen, chosen_float, in_use, using
 from .named import TILINGS
 from .sizes import (
     CACHES,
-    CUDA_FEW_ROWS,
     CUDA_HEAD_DIMS,
     CUDA_NARROW,
     CUDA_PARTS,
     CUDA_RESIDENT,
+    CUDA_SCORE_TIME,
     CUDA_SHARED_KEYS,
     CUDA_TILES_TO_SPLIT,
     CUDA_WIDE,
@@ -45,11 +45,11 @@ from .store import Store
 __all__ = [
     "CACHES",
     "CHOSEN",
-    "CUDA_FEW_ROWS",
     "CUDA_HEAD_DIMS",
     "CUDA_NARROW",
     "CUDA_PARTS",
     "CUDA_RESIDENT",
+    "CUDA_SCORE_TIME",
     "CUDA_SHARED_KEYS",
     "CUDA_TILES_TO_SPLIT",
     "CUDA_WIDE",
@@ -65,6 +65,7 @@ __all__ = [
     "chosen",
     "chosen_float",
     "cuda_tiling",
+    "cuda_tilings",
     "gradient_tiling",
     "in_use",
     "padded",
@@ -120,33 +121,35 @@ def split_count(units: int, blocks: int, workers: int) -> int:
     return next((n for n in fill if fill[n] >= 0.85 * max(fill.values())), 1)
 
 
-def cuda_tiling(
+def cuda_tilings(
     arch: str,
     dtype: str,
     head_dim: int,
     value_dim: int | None = None,
     plain: bool = False,
-    band: int = 0,
-) -> Tiling:
-    """The tiling of the CUDA kernels.
+    band: bool = False,
+) -> list[Tiling]:
+    """The tilings that the CUDA kernels may use for a problem, the one for many rows and keys first.
 
     Architectures from sm_86 on use sm_80's; sm_90a has its own for 16-bit numbers and bytes, larger
     ones for problems that are `plain` (no option touches the scores) or, of 16-bit numbers, have no
     band.
-
-    band : rows of a head with a band, of heads that are packed together for all; 0 without one. Of
-        so few as `CUDA_FEW_ROWS` larger tiles would hide too many scores.
     """
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
     widest = max(head_dim, value_dim or 0)
     if widest > CUDA_WIDE:
-        kinds = ["-wide"]
+        kinds = ["-wide", ""]
+    elif plain and widest <= CUDA_NARROW and f"{family}-{dtype}-narrow" in TILINGS:
+        kinds = ["-narrow", ""]
     else:
-        few = 0 < band <= CUDA_FEW_ROWS
-        kinds = ["-narrow"] if plain and widest <= CUDA_NARROW and not few else []
-        kinds += ["-full"] if plain and not band else []
-    kind = next((x for x in kinds if f"{family}-{dtype}{x}" in TILINGS), "")
-    return tiling(family, dtype + kind)
+        kinds = ["-full", ""] if plain and not band else [""]
+    found = [x for x in kinds if f"{family}-{dtype}{x}" in TILINGS]
+    return [tiling(family, dtype + x) for x in (found[:1] if widest > CUDA_WIDE else found)]
+
+
+def cuda_tiling(*asked: Any, **options: Any) -> Tiling:
+    """The first of `cuda_tilings`."""
+    return cuda_tilings(*asked, **options)[0]
 
 
 def gradient_tiling(gradients: str, dtype: str, head_dim: int) -> Tiling:

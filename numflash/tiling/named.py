@@ -96,14 +96,17 @@ def _cuda_float(arch: str, dtype: str, key_block: int, kind: str = "") -> Tiling
     return _cuda(arch, dtype, buffers, kind=kind, mr=16, nv=nv, block_q=64, key_block=key_block)
 
 
-def _hopper(dtype: str, key_block: int, kind: str = "", block_q: int = 128) -> Tiling:
+def _hopper(
+    dtype: str, key_block: int, kind: str = "", block_q: int = 128, queries: int = 1
+) -> Tiling:
     """FlashAttention-3: two or three warpgroups of 64 rows, a ring of two stages by TMA.
 
     Head sizes are multiples of 64. The largest tiles that ptxas keeps in registers: "-narrow" for 64
-    channels and "-full" for 128 where no option touches the scores, the latter without a band.
+    channels and "-full" for 128 where no option touches the scores, the latter without a band. Where
+    two tiles of Q have room (`queries`) the next one is loaded beside this one's scores.
     """
     buffers = (
-        Buffer("Q tile", "block_q", "d", dtype),
+        Buffer("Q tile", "block_q", "d", dtype, queries),
         Buffer("K tile", "key_block", "d", dtype, 2),
         Buffer("V tile", "key_block", "dv", dtype, 2),
         Buffer("sums that order the softmax", 2, "block_q", "float32"),
@@ -233,9 +236,9 @@ TILINGS = {
             tiling
             for dtype in ("float16", "bfloat16")
             for tiling in (
-                _hopper(dtype, key_block=128),
+                _hopper(dtype, key_block=128, queries=2),
                 _hopper(dtype, key_block=64, kind="-wide"),
-                _hopper(dtype, key_block=128, kind="-narrow", block_q=192),
+                _hopper(dtype, key_block=128, kind="-narrow", block_q=192, queries=2),
                 _hopper(dtype, key_block=176, kind="-full"),
                 _hopper_gradient(dtype, True, columns=64, stages=4, kind=""),
                 _hopper_gradient(dtype, False, columns=64, stages=4, kind=""),

@@ -14,7 +14,9 @@ MAX_HEAD_DIM = 576  # of DeepSeek's latents: 512 channels and 64 of positions
 CUDA_HEAD_DIMS = (32, 64, 96, 128, 256)
 SWIZZLED_HEAD_DIMS = (64, 128, 256)
 CUDA_NARROW = 64
-CUDA_FEW_ROWS = 1024  # causal on an H200: 192 rows are slower up to here, equal at 2048 rows
+# time of a score in Hopper's tiles of (rows, keys), without and with a band, where one in tiles of
+# 128 x 128 takes 1 (an H200, float16, 64 to 2048 rows)
+CUDA_SCORE_TIME = {(192, 128): (0.82, 0.88), (128, 176): (0.96, 1.0)}
 # channels from which on two blocks of a Hopper card share keys and values (a cluster). At 128, where
 # FlashAttention-3 does so too, blocks by themselves are as fast or faster (H200, 256 to 8192 keys)
 CUDA_SHARED_KEYS = 256

@@ -37,8 +37,9 @@ CHANNELS = (64, 128, 256)  # of INT8 keys, and of Hopper's tiles
 def hopper_tile(d, options):
     """Constants of Hopper's float kernel for d channels: the tile that ships with these options."""
     plain = not any(options.get(x) for x in ("mask", "softcap", "alibi", "functions"))
-    t = cuda_tiling("sm_90a", "float16", d, d, plain, int(options.get("band", False)) << 20)
-    return {"d": d, "dv": d, "block_q": t.block_q, "block_k": t.key_block}
+    t = cuda_tiling("sm_90a", "float16", d, d, plain, options.get("band", False))
+    tile = {"block_q": t.block_q, "block_k": t.key_block, "queries": t.buffers[0].copies}
+    return {"d": d, "dv": d, **tile}
 
 
 def variants(arch):

@@ -60,10 +60,9 @@ def test_a_band_with_two_edges(overlap):
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [
-        # four tiles of keys, which two blocks share
-        ({"b": 1, "h": 1, "l": 130, "s": 540, "d": 128}, (128, 176)),
+        ({"b": 1, "h": 1, "l": 130, "s": 520, "d": 128}, (128, 176)),  # three of keys
         pytest.param(
-            *({"b": 1, "h": 2, "hkv": 1, "l": 110, "s": 200, "d": 64}, (192, 128)),  # two of rows
+            *({"b": 1, "h": 2, "hkv": 1, "l": 180, "s": 200, "d": 64}, (192, 128)),  # two of rows
             marks=pytest.mark.slow,
         ),
     ],
@@ -76,6 +75,30 @@ def test_tiles_of_other_sizes(shape, tile, seed):
     assert (launched.constants["block_q"], launched.constants["block_k"]) == tile
     out, lse, _ = operands.emulated(launched, seed=seed)
     compare(out, lse, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "d", "options", "tile"),
+    [
+        (128, 128, 64, {}, (128, 128)),
+        (192, 192, 64, {}, (192, 128)),  # one tile of rows instead of two
+        (256, 4096, 64, {}, (128, 128)),
+        (4096, 4096, 64, {}, (192, 128)),
+        (1024, 1024, 64, {"is_causal": True}, (128, 128)),
+        (2048, 2048, 64, {"is_causal": True}, (192, 128)),
+        (1024, 256, 128, {}, (128, 128)),
+        (1024, 320, 128, {}, (128, 176)),  # two tiles of keys instead of three
+        (64, 8192, 128, {}, (128, 176)),
+        (64, 8192, 128, {"key_lengths": np.array([256, 200])}, (128, 128)),
+        (64, 8192, 128, {"window": (300, None)}, (128, 128)),
+        (64, 8192, 128, {"softcap": 2.0}, (128, 128)),
+    ],
+)
+def test_the_tile_that_hides_least(rows, keys, d, options, tile):
+    q, k = (np.zeros((2, 2, n, d), np.float16) for n in (rows, keys))
+    launched = launch_float.hopper_forward(problem_of(q, k, k, **options))
+    assert (launched.constants["block_q"], launched.constants["block_k"]) == tile
+    assert launched.constants["queries"] == (1 if tile == (128, 176) else 2)
 
 
 @pytest.mark.slow
@@ -274,6 +297,6 @@ def test_sinks_join_on_the_card(dtype, d, options):
 
 def test_heads_packed_into_192_rows():
     """128 heads share keys: 64 of them fill a tile of 64 * 3 rows, which 128 do not divide."""
-    launched = launch_float.hopper_forward(zeros((1, 128, 1, 5, 5)))
+    launched = launch_float.hopper_forward(zeros((1, 128, 1, 6, 5)))
     box = launched.args[0][0][0].box
     assert launched.constants["packed"] == 64 and box[2] * box[3] == 192

@@ -6,7 +6,8 @@ Three or four warpgroups of 128 threads. One thread of the first brings tiles of
 TMA into a ring of two stages; the others own 64 query rows each and compute with asynchronous
 products. Full and empty mbarriers connect them; Q counts with its first tile of keys. With `overlap`
 the scores of the next tile are multiplied while the softmax of this one runs (section 3.2 of the
-paper), and the next tile of rows' first ones while this one's output is written; with `ping_pong`
+paper), and the next tile of rows' first ones while this one's output is written, its Q loaded beside
+this one's scores where there is room for two tiles of it (`queries`); with `ping_pong`
 they issue their products in turns (section 3.1); the blocks of a `cluster` share keys and values.
 The last tile of keys comes first: only it, and the tiles at the edges of a band, which have a loop
 of their own, have code that hides keys.
@@ -59,8 +60,8 @@ class Keys(NamedTuple):
 class Ring(NamedTuple):
     """Shared addresses of tiles and barriers, and a warpgroup's numbers of named barriers."""
 
-    rows: Any  # Q
-    query: Any  # descriptor of the warpgroup's rows of Q
+    rows: Any  # Q, of this tile of rows
+    query: Any  # descriptor of the warpgroup's rows of it
     tiles: Any  # the ring's first stage: keys, then values
     full: Any  # mbarriers, 16 bytes per stage: keys, and a tile of Q with its first; then values
     empty: Any
@@ -87,6 +88,7 @@ def flash_hopper(
     group: int = 1,
     packed: int = 1,
     overlap: bool = True,
+    queries: int = 1,
     ping_pong: bool = False,
     cluster: int = 1,
     split: bool = False,
@@ -111,7 +113,7 @@ def flash_hopper(
     d_panels, dv_panels = d // PANEL, dv // PANEL
     q_panel, k_panel = block_q * PANEL_BYTES, block_k * PANEL_BYTES  # bytes of one panel of a tile
     q_size, k_size, v_size = d_panels * q_panel, d_panels * k_panel, dv_panels * k_panel
-    first_tile = 1024 + q_size
+    first_tile = 1024 + queries * q_size
     pair = k_size + v_size
     sums_at = first_tile + STAGES * pair  # with `overlap`, 4 bytes for each consumer thread
     sums_size = 512 * consumers if overlap else 0
@@ -135,6 +137,25 @@ def flash_hopper(
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     # blocks of a cluster would wait for each other's output: measured slower
     continued = overlap and cluster == 1
+
+    @device_function
+    def turned(ring, other):
+        """The ring with the `other` tile of Q: 0 or 1."""
+        if queries == 1:
+            return ring
+        rows = ring.rows + u32(other) * u32(q_size)
+        query = ahead(ring.query, i32(other) * i32(q_size >> 4))
+        return Ring(
+            rows,
+            query,
+            ring.tiles,
+            ring.full,
+            ring.empty,
+            ring.emptied,
+            ring.sums,
+            ring.turn,
+            ring.next,
+        )
 
     @device_function
     def weights(p, s):
@@ -280,10 +301,12 @@ def flash_hopper(
         """Loads a tile of Q, which counts with the keys of the ring's tile n.
 
         The last products with the tile of Q before it are done when tile n - 1 is released, which
-        happens ahead of that tile's softmax.
+        happens ahead of that tile's softmax. With two tiles of Q those with the last but one are done
+        when tile n - 2 is, for which the keys have waited.
         """
         bar = ring.full + u32(n & 1) * u32(16)
-        ptx.mbarrier_wait(ring.empty + u32((n - 1) & 1) * u32(16), u32(((n - 1) >> 1) & 1))
+        if queries == 1:
+            ptx.mbarrier_wait(ring.empty + u32((n - 1) & 1) * u32(16), u32(((n - 1) >> 1) & 1))
         ptx.mbarrier_expect(bar, u32(q_size))
         place = rows_in(ptx.fresh(turn), call)  # in no register until here
         first_row, first_head, batch, _ = place
@@ -319,7 +342,10 @@ def flash_hopper(
 
     @device_function
     def bring(turn, n, ring, maps, call):
-        """The producer's part of a tile of rows, whose first tile of keys is the ring's tile n."""
+        """The producer's part of a tile of rows, whose first tile of keys is the ring's tile n.
+
+        Returns the number of the next one.
+        """
         place = rows_in(turn, call)
         found = keys_of(place, call)
         first, last = n, i32(found.tiles - 1 + n)
@@ -345,10 +371,11 @@ def flash_hopper(
         return write_rows(work.o, state, i32(place[0] + own_row), place, call)
 
     @device_function
-    def finish(turn, n, some, own_row, work, state, ring, call):
+    def finish(turn, n, some, own_row, work, state, ring, following, call):
         """The last P . V of a tile of rows, if it has `some` keys, and its output.
 
-        Beside them runs the next tile of rows' first Q . K^T, with the ring's tile n. Returns whether
+        Beside them runs the next tile of rows' first Q . K^T, with the tile n of the ring that
+        `following` is, with that tile of Q. Returns whether
         its scores are there, its place and its keys. What is under way when branches meet would make
         ptxas wait after each product.
         """
@@ -358,7 +385,7 @@ def flash_hopper(
             more, place, found = after(turn, call)
             begun = continued and more and found.tile < found.tiles
             if begun:
-                begin(work, n, ring)
+                begin(work, n, following)
                 pass_turn(ring)
                 wait_one()
                 values_read(work, n - 1, ring)
@@ -376,8 +403,13 @@ def flash_hopper(
         return begun, place, found
 
     @device_function
-    def attend(turn, n, begun, place, found, own_row, work, state, ring, call):
-        """A consumer's part of a tile of rows, whose first scores are there if they are `begun`."""
+    def attend(turn, n, other, begun, place, found, own_row, work, state, rings, call):
+        """A consumer's part of a tile of rows, whose first scores are there if they are `begun`.
+
+        Its rows are the `other` tile of Q. Returns the numbers of the next tiles of keys and of Q,
+        then what `finish` returns.
+        """
+        ring = turned(rings, other)
         first_row, first_head, batch, _ = place
         keys, diagonal, listed_at, tile, tiles, seen, seen_end = found
         queries, _, heads, left, right = call.sizes[:5]
@@ -417,7 +449,10 @@ def flash_hopper(
                 full_step(work, state, n, ring, block, call)
                 n += 1
             edge_end = end
-        return n, *finish(turn, n, some, own_row, work, state, ring, call)
+        following = i32(other ^ 1) if some else other
+        next_ring = turned(rings, following)
+        done = finish(turn, n, some, own_row, work, state, ring, next_ring, call)
+        return n, following, *done
 
     def flash(pointers, strides, sizes, factors):
         maps = pointers[0]
@@ -447,12 +482,14 @@ def flash_hopper(
             for i in range(3):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
         meet_all()
-        turn, n, begun = i32(0), i32(0), False
+        turn, n, other, begun = i32(0), i32(0), i32(0), False
         if warpgroup == 0:
             FEWER()
             if thread == 0:
                 while place_in(turn) < tiles_of_rows:
-                    n = bring(turn, n, ring, maps, call)
+                    end = bring(turn, n, turned(ring, other), maps, call)
+                    other = i32(other ^ 1) if end > n else other
+                    n = end
                     turn += 1
         else:
             more_registers()
@@ -468,8 +505,8 @@ def flash_hopper(
             place = rows_in(turn, call)
             found = keys_of(place, call)
             while place_in(turn) < tiles_of_rows:
-                n, begun, place, found = attend(
-                    turn, n, begun, place, found, own_row, work, state, ring, call
+                n, other, begun, place, found = attend(
+                    turn, n, other, begun, place, found, own_row, work, state, ring, call
                 )
                 turn += 1
             if ping_pong and warpgroup == 1:
