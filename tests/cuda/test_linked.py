@@ -152,6 +152,7 @@ def test_small_kernels():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # with TABLE=whole
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 def test_every_family(arch):
     """Every factory of sm_80, on the others those of their own: half of them by the date; and a few
