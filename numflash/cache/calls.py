@@ -57,12 +57,14 @@ class LastCall(NamedTuple):
     shape : of the query;  changed : whether options change its scores
     most : tokens of the longest sequence up to which it is the same; -1 if it depends on them
     made : what `Calls.take` takes from
+    wanted : shape of the result of a plain call, once one has succeeded; () before
     """
 
     shape: tuple[int, ...] = ()
     changed: bool = False
     most: int = -1
     made: Any = None
+    wanted: tuple[int, ...] = ()
 
 
 class Calls:
@@ -74,6 +76,7 @@ class Calls:
     steps : captured steps on a card, by plan and factor
     equal : what equal calls of `KVCache.step` have in common, by the shapes of query, key and value
     results : shape of the result of a plain `KVCache.decode`, by the query's; of calls that succeeded
+    last : the call before
     """
 
     def __init__(self, backend: Backend, layout: Layout, settings: Settings, batch: int) -> None:
@@ -82,7 +85,7 @@ class Calls:
         self.steps: dict[tuple[Plan, float], Any] = {}
         self.equal: dict[tuple[Any, ...], EqualSteps] = {}
         self.results: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._last = LastCall()
+        self.last = LastCall()
         self._plans: dict[tuple[Any, ...], tuple[list[Plan], Callable[[], Plan]]] = {}
         self._calls: dict[tuple[Any, ...], Prepared] = {}
 
@@ -101,7 +104,7 @@ class Calls:
         ------
         ArgumentError, ArgumentTypeError
         """
-        alone, last = scale is None and splits is None, self._last
+        alone, last = scale is None and splits is None, self.last
         if alone and longest <= last.most and shape == last.shape and changed is last.changed:
             c, free, make = last.made
         else:
@@ -110,11 +113,18 @@ class Calls:
             made = c, free, make = self._find(call, type(scale), type(splits))
             if alone:
                 most = self.layout.serial_tokens(self.batch)
-                self._last = LastCall(shape, changed, most if longest <= most else -1, made)
+                wanted = () if changed else self.results.get(shape, ())
+                self.last = LastCall(shape, changed, most if longest <= most else -1, made, wanted)
         try:
             return free.pop(), c, free
         except IndexError:
             return make(), c, free
+
+    def succeeded(self, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        """A plain call on a query of this shape has given a result of shape `wanted`."""
+        self.results[shape] = wanted
+        if self.last.shape == shape and not self.last.changed:
+            self.last = self.last._replace(wanted=wanted)
 
     def _find(self, call: tuple[Any, ...], *kinds: type) -> Prepared:
         """The prepared calls of these arguments; `kinds`: True equals 1, but is refused."""
@@ -134,7 +144,7 @@ class Calls:
         """Drop the prepared calls and their buffers."""
         for prepared in (self._plans, self._calls, self.steps, self.equal, self.results):
             prepared.clear()
-        self._last = LastCall()
+        self.last = LastCall()
 
     def _make(
         self,

@@ -149,6 +149,11 @@ class Plan(Protocol):
     l: np.ndarray
 
     @property
+    def again(self) -> bool:
+        """Whether the last call left rows to do again."""
+        ...
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, Hkv, rows, D) of the query."""
         ...

@@ -161,6 +161,7 @@ class Plan:
             *(x.ctypes.data for x in (*s, self.m, self.l)),
         )
         self.numbers = np.array(numbers, np.int64)
+        self.address = self.numbers.ctypes.data
 
     def change(self, changes: Changes, shift: np.ndarray | None) -> None:
         """Set the options of the next calls.
@@ -232,8 +233,8 @@ class Plan:
             self.numbers[STORE] = (pages, elements, store.table.shape[1], *places)
             self.store = store
         if self.sizes.workers == 1:
-            self.again = self.call(query, c, out, self.numbers)
+            self.again = self.call(query, c, out, self.address)
         else:
             refuse_after_fork()
             with one_at_a_time():
-                self.again = self.call(query, c, out, self.numbers)
+                self.again = self.call(query, c, out, self.address)

@@ -251,6 +251,11 @@ class Plan:
         """New tokens; rows are (query head of the group, new token)."""
         return self.sizes[0]
 
+    @property
+    def again(self) -> bool:
+        """Whether the last call left rows to do again."""
+        return bool(self.spoiled.size)
+
     def to_redo(self) -> np.ndarray:
         """(n, 3) the sequence, KV head and row of what the last call could not do in float32."""
         return self.spoiled

@@ -135,7 +135,7 @@ def make_call(tile: Tile, rows: int, changed: bool, parallel: bool) -> Callable[
 
     query, out : contiguous float32, (B, H, L, D) and (B, H, L, Dv), of any shape of that size
     c : float32 factor of the scores, see `flash_decode`
-    numbers : int64, `Numbers`
+    numbers : address of int64 `Numbers`: reading an array object takes 0.15 us more
     """
     decode = make_decode(tile, rows, changed, parallel)
     scratch_at = make_scratch_at(tile, rows, changed)
@@ -143,7 +143,8 @@ def make_call(tile: Tile, rows: int, changed: bool, parallel: bool) -> Callable[
 
     @kernel
     def call(query, c, out, numbers):
-        p = Numbers(*unpacked(numbers, NUMBERS))
+        given = array_at(numbers, (NUMBERS,), np.int64)
+        p = Numbers(*unpacked(given, NUMBERS))
         store = Store(
             array_at(p.data, (p.pages, p.kv_heads, p.elements), bits),
             array_at(p.table, (p.batch, p.width), np.int32),
@@ -156,7 +157,7 @@ def make_call(tile: Tile, rows: int, changed: bool, parallel: bool) -> Callable[
             c,
             store,
             scratch,
-            unpacked(numbers[SIZES], COUNT),
+            unpacked(given[SIZES], COUNT),
             array_at(out.ctypes.data, (*heads, p.value_dim), np.float32),
             array_at(p.m_out, heads, np.float32),
             array_at(p.l_out, heads, np.float32),
