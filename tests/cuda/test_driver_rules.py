@@ -351,7 +351,7 @@ def test_strides(driver):  # noqa: F811
     first, broadcast, reverse, odd = (
         said.replace("broadcast\n", "|").replace("reversed\n", "|").replace("odd\n", "|").split("|")
     )
-    assert first.count("tensor map") == 3 and "block 512" in first
+    assert first.count("tensor map") == 3 and "block 384" in first
     assert "tensor map" not in broadcast + reverse and "block 128" in broadcast
     assert "block 128" in reverse
     assert "multiples of 16 bytes" in out[0] and "launch" not in odd

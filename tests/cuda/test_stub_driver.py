@@ -533,7 +533,7 @@ def test_launch_on_hopper_encodes_tensor_maps(driver):
         done.stderr.count("tensor map of rank 5"),
         done.stderr.count("tensor map of rank 4"),
     ) == (1, 2)  # Q; K and V
-    assert "launch grid 1 1 1 block 512" in done.stderr  # one multiprocessor takes both heads
+    assert "launch grid 1 1 1 block 384" in done.stderr  # one multiprocessor takes both heads
 
 
 REFUSED = """

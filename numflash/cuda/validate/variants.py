@@ -18,9 +18,9 @@ from .steps import Row, Step, keys_of
 
 OLDER = "sm_80 code"
 SQUARE = "sm_90a-float16"  # the tiling of 128 x 128
-# Both have an even number of tiles of rows, packed heads too: clusters are chosen by that, and what
-# is compared is then what is timed.
-CHECKED = (1, 16, 16, 250, 250, 128)
+# Both have an even number of tiles of rows, packed heads too: clusters are chosen by that; and keys of
+# which tiles of 176 hide least. What is compared is then what is timed.
+CHECKED = (1, 16, 16, 250, 330, 128)
 TIMED = (2, 16, 16, 8192, 8192, 128)
 
 
