@@ -338,7 +338,10 @@ def keep_quantized(key: tuple[Any, ...], problem: Problem, ndim: int, impl: str)
         _plans.keep(key, QuantizedPlan(problem, ndim, runner))
 
 
-runners: Store[Any] = Store()  # of calls on tensors, by a key of their own
+# of calls on tensors, by a key of their own: what computes them; of gradients the problem, without its
+# operands
+runners: Store[Any] = Store()
+problems: Store[Problem] = Store()
 
 
 def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:

@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ LARGEST_KEPT = 31 << 20
 # are 50 MB. With 16 MB kept, each call took fresh pages for them, which cost 6 % of its time with one query row
 # on one thread and 26 % on two (AMD Zen 5, virtual machine).
 KEPT = 64 << 20
+MOST_BUILT = 16  # kinds of calls whose arrays are kept with a block of memory
 
 
 @functools.cache
@@ -66,12 +67,54 @@ class Layout:
         ]
 
 
+class Places:
+    """Arrays of one kernel in a block of memory, which equal calls share.
+
+    Parameters
+    ----------
+    kinds : dtypes and shapes by name
+    build : what a call takes of the arrays by name; kept with the block
+    """
+
+    def __init__(
+        self,
+        kinds: dict[str, tuple[Any, tuple[int, ...]]],
+        build: Callable[[dict[str, np.ndarray]], Any],
+    ) -> None:
+        self.kinds, self.build, self.layout = kinds, build, Layout()
+        self.starts = [
+            self.layout.add(name, math.prod(shape) * np.dtype(dtype).itemsize)
+            for name, (dtype, shape) in kinds.items()
+        ]
+
+    def of(self, block: np.ndarray) -> Any:
+        """What `build` makes of the arrays in a block of bytes."""
+        sizes = self.layout.sizes.values()
+        parts = (
+            self.layout.guarded()
+            if guard.ON
+            else [block[at : at + size] for at, size in zip(self.starts, sizes, strict=True)]
+        )
+        named = zip(self.kinds.items(), parts, strict=True)
+        return self.build({n: x.view(dtype).reshape(shape) for (n, (dtype, shape)), x in named})
+
+
 class Room:
-    """A block of scratch memory and its address."""
+    """A block of scratch memory, its address, and what was built in it."""
 
     def __init__(self, nbytes: int) -> None:
         self.array = empty((nbytes,), np.uint8, "scratch memory")
         self.nbytes, self.address = nbytes, self.array.ctypes.data
+        self.built: dict[Places, Any] = {}
+
+    def build(self, places: Places) -> Any:
+        """What `places` makes of the block, made once."""
+        found = self.built.get(places)
+        if found is None or guard.ON:
+            if len(self.built) >= MOST_BUILT:
+                self.built.clear()
+            found = self.built[places] = places.of(self.array)
+        return found
 
 
 class Scratch(threading.local):
@@ -94,29 +137,11 @@ class Scratch(threading.local):
             self.room = room
 
     @contextlib.contextmanager
-    def arrays(self, kinds: dict[str, tuple[Any, tuple[int, ...]]]) -> Iterator[list[np.ndarray]]:
-        """Arrays of these names, dtypes and shapes, on cache lines, until the end of the `with`
-        block.
-        """
-        layout = Layout()
-        places = [
-            layout.add(name, math.prod(shape) * np.dtype(dtype).itemsize)
-            for name, (dtype, shape) in kinds.items()
-        ]
-        room = self.take(layout.nbytes)
+    def built(self, places: Places) -> Iterator[Any]:
+        """What `places` makes of its arrays, on cache lines, until the end of the `with` block."""
+        room = self.take(places.layout.nbytes)
         try:
-            parts = (
-                layout.guarded()
-                if guard.ON
-                else [
-                    room.array[at : at + size]
-                    for at, size in zip(places, layout.sizes.values(), strict=True)
-                ]
-            )
-            yield [
-                x.view(dtype).reshape(shape)
-                for x, (dtype, shape) in zip(parts, kinds.values(), strict=True)
-            ]
+            yield room.build(places)
         finally:
             self.give(room)
 

@@ -22,6 +22,7 @@ from ..interop.arguments import choice
 from ..interop.arrays import Memory
 from ..jit import threads
 from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..tiling import Store
 from ..validation.options import ALIGNMENTS, IMPLS, Options
 from .batching import one_call
 
@@ -155,9 +156,16 @@ def _runner(
     is None for calls that were not made before. The key has the types of the options too: 1 ==
     True, and only one of them may be allowed.
     """
-    dtype = query.dtype if type(query) is Tensor else None
-    if dtype is not None and query.is_cuda:
+    if type(query) is Tensor and query.is_cuda:
         return _on_card("attention", (query, key, value), options)
+    return _known(plans.runners, query, key, value, options)
+
+
+def _known(
+    store: Store[Any], query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, Any | None]:
+    """The key of equal calls on the CPU, and what they have in `store`."""
+    dtype = query.dtype if type(query) is Tensor else None
     if dtype not in READ or not (
         _plain(query, dtype) and _plain(key, dtype) and _plain(value, dtype)
     ):
@@ -166,7 +174,7 @@ def _runner(
         return None, None
     try:
         call = dtype, query.shape, key.shape, value.shape, options, tuple(map(type, options))
-        return call, plans.runners.get(call)
+        return call, store.get(call)
     except TypeError:  # an option that cannot be hashed
         return None, None
     except RuntimeError:  # a nested tensor of the strided layout has no shape
@@ -297,18 +305,29 @@ def _differentiate(
         if again is not None:
             dq, dk, dv = again(query, key, value, None, grad_out, out, lse)
             return dq, dk, dv
-    asked, impl = _options(options, key)
-    asked = replace(asked, pv=None)  # of "int8" only, which has no gradient
     grad_out, query, key, value, out, lse = (
         x.detach() for x in (grad_out, query, key, value, out, lse)
     )
-    if query.is_cuda:
-        return api.differentiate((grad_out, query, key, value, out, lse), asked, impl, call=call)
-    problem = validation.problem(query, key, value, asked)
+    known = None
+    if not query.is_cuda:
+        call, known = _known(plans.problems, query, key, value, options)
+    if known is None:
+        asked, impl = _options(options, key)
+        asked = replace(asked, pv=None)  # of "int8" only, which has no gradient
+        if query.is_cuda:
+            arrays = grad_out, query, key, value, out, lse
+            return api.differentiate(arrays, asked, impl, call=call)
+        problem = validation.problem(query, key, value, asked)
+    else:
+        impl = options[-1]
+        taken = plans.taken_in(query, key, value)
+        problem = known.with_operands(*plans.shaped(taken, "bhld", known.precision))
     operands = validation.gradient_operands(problem, tuple(query.shape), grad_out, out, lse, "bhld")
     found = [x.new_zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]
     with pytorch_threads():
         backends.solve_backward(problem, operands, impl, [_array(x) for x in found])
+    if call is not None and known is None:
+        plans.problems.keep(call, problem.with_operands(None, None, None))
     dq, dk, dv = (x.to(query.dtype) for x in found)
     return dq, dk, dv
 

@@ -83,6 +83,12 @@ class Problem:
         copy.__dict__["functions"] = functions
         return copy
 
+    def with_operands(self, query: Any, key: Any, value: Any) -> Problem:
+        """A copy with other operands of the same shapes, as cheap as that."""
+        copy = object.__new__(Problem)
+        copy.__dict__.update(self.__dict__, query=query, key=key, value=value)
+        return copy
+
     @property
     def shape(self) -> tuple[int, int, int, int, int, int, int]:
         """B, H, Hkv, L, S, D, Dv."""

@@ -225,6 +225,28 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
     assert options.window == (3, None) and options.return_lse
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_equal_calls_follow_their_tensors(dtype):
+    """The second call finds its problem, and has no array of the first; other options are others."""
+    plans.problems.plans.clear()
+    for number in (1.0, 3.0):
+        for causal in (False, True):
+            q, v = (number * torch.randn(2, 4, 40, 16, dtype=dtype) for _ in range(2))
+            k = torch.randn(2, 2, 40, 16, dtype=dtype)
+            given = [x.requires_grad_() for x in (q, k, v[:, :2].contiguous())]
+            options = {"is_causal": causal, "enable_gqa": True}
+            grad = torch.randn(2, 4, 40, 16, dtype=dtype)
+            found = torch.autograd.grad(sdpa.attention(*given, **options), given, grad)
+            exact = [x.detach().double().requires_grad_() for x in given]
+            out = sdpa.PYTORCH(*exact, **options)
+            wanted = torch.autograd.grad(out, exact, grad.double())
+            room = 1e-5 if dtype is torch.float32 else 0.1
+            for x, y in zip(found, wanted, strict=True):
+                torch.testing.assert_close(x.double(), y, rtol=room, atol=room * y.abs().max())
+    assert len(plans.problems.plans) == 2
+    assert all(x.query is x.key is x.value is None for x in plans.problems.plans.values())
+
+
 def test_equal_calls_give_equal_bits_and_follow_their_tensors():
     """The second one is prepared; others of the same shapes are not mistaken for it."""
     plans.runners.plans.clear()

@@ -5,12 +5,13 @@ Shares of the work, scratch memory by name, and the sums of copies.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
-from ...jit.scratch import scratch
+from ...jit.scratch import Places, scratch
 from ...numerics.fixedpoint import LOG2E
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
@@ -57,15 +58,8 @@ def run(
     factor, scale = (
         F(min(max(x, -FINITE), FINITE)) for x in (problem.scale * LOG2E, problem.scale)
     )
-    kinds = (
-        _scratch_kinds(problem, isa, workers)
-        | _prepared_kinds(problem, isa, workers if splits == 1 else n, splits)
-        | (_copy_kinds(problem, n) if group > 1 else {})
-    )
-    with scratch.arrays({f"backward {name}": kind for name, kind in kinds.items()}) as arrays:
-        named = dict(zip(kinds, arrays, strict=True))
-        room = Prepared._make(named[name] for name in Prepared._fields)
-        stored = (named["copies of dk"], named["copies of dv"]) if group > 1 else (dk, dv)
+    with scratch.built(_places(isa, problem.shape, workers, splits)) as (own, room, copies):
+        stored = copies or (dk, dv)
         skip = found.held[:, :0] if found.held.all() else ~found.held
         if splits > 1:
             prepare_all = make_head_rows(isa).prepare_all
@@ -77,7 +71,7 @@ def run(
             options_of(problem, found.hidden),
             Sizes(nh, nkv, s, splits, workers),
             np.zeros(1, np.int64),
-            _scratch_of(named),
+            own,
             room,
             Gradients(dq, *stored),
         )
@@ -88,10 +82,37 @@ def run(
                 add_parts(part.reshape(-1, group, *part.shape[1:]), by, whole)
 
 
-def _columns(problem: Problem, isa: str) -> tuple[int, int]:
+class Memory(NamedTuple):
+    """Scratch memory of a call."""
+
+    own: Scratch
+    prepared: Prepared
+    copies: tuple[np.ndarray, ...]  # dK and dV of each query head, where several share keys
+
+
+@functools.lru_cache(64)
+def _places(isa: str, shape: tuple[int, ...], workers: int, splits: int) -> Places:
+    """Where the arrays of `Memory` are, for a problem's shape."""
+    nb, nh, nkv, length, s, d, dv = shape
+    n, copied = nb * nh, nh > nkv
+    kinds = _scratch_kinds(isa, (d, dv), workers)
+    kinds |= _prepared_kinds(isa, (length, d, dv), workers if splits == 1 else n, splits)
+    if copied:
+        kinds |= {"copies of dk": (F, (n, s, d)), "copies of dv": (F, (n, s, dv))}
+
+    def build(arrays: dict[str, np.ndarray]) -> Memory:
+        named = dict(zip(kinds, arrays.values(), strict=True))
+        room = Prepared._make(named[name] for name in Prepared._fields)
+        copies = (named["copies of dk"], named["copies of dv"]) if copied else ()
+        return Memory(_scratch_of(named), room, copies)
+
+    return Places({f"backward {name}": kind for name, kind in kinds.items()}, build)
+
+
+def _columns(isa: str, sizes: tuple[int, int]) -> tuple[int, int]:
     """Columns of Q and K, and of V and dO: whole vectors, and whole steps of products."""
     unit = max(FLOAT_ISAS[isa].lanes, FLOAT_ISAS[isa].step)
-    return padded(problem.shape[5], unit), padded(problem.shape[6], unit)
+    return padded(sizes[0], unit), padded(sizes[1], unit)
 
 
 def _operand(isa: str) -> Any:
@@ -99,9 +120,9 @@ def _operand(isa: str) -> Any:
     return F if FLOAT_ISAS[isa].group == 1 else np.uint16
 
 
-def _scratch_kinds(problem: Problem, isa: str, workers: int) -> Kinds:
+def _scratch_kinds(isa: str, sizes: tuple[int, int], workers: int) -> Kinds:
     """The arrays of `Scratch`; float32 has no memory of its own for some."""
-    operand, (wide, columns) = _operand(isa), _columns(problem, isa)
+    operand, (wide, columns) = _operand(isa), _columns(isa, sizes)
     tile = workers, KEYS * QUERIES
     turned = workers, (QUERIES + FLOAT_ISAS[isa].rows) * KEYS
     of_keys, of_values = (workers, KEYS, wide), (workers, KEYS, columns)
@@ -125,10 +146,10 @@ def _scratch_kinds(problem: Problem, isa: str, workers: int) -> Kinds:
     return kinds
 
 
-def _prepared_kinds(problem: Problem, isa: str, slots: int, splits: int) -> Kinds:
-    """The arrays of `Prepared`, for so many heads at a time."""
-    operand, (wide, columns) = _operand(isa), _columns(problem, isa)
-    high = padded(problem.shape[3], FLOAT_ISAS[isa].panel)
+def _prepared_kinds(isa: str, sizes: tuple[int, int, int], slots: int, splits: int) -> Kinds:
+    """The arrays of `Prepared`, for so many heads at a time; sizes: L, D, Dv."""
+    operand, (wide, columns) = _operand(isa), _columns(isa, sizes[1:])
+    high = padded(sizes[0], FLOAT_ISAS[isa].panel)
     return {
         "q": (operand, (slots, high, wide)),
         "q_packed": (operand, (slots, high * wide)),
@@ -136,12 +157,6 @@ def _prepared_kinds(problem: Problem, isa: str, slots: int, splits: int) -> Kind
         "do_packed": (operand, (slots, high * columns)),
         "dq": (F, (slots, splits, high + FLOAT_ISAS[isa].rows, wide)),
     }
-
-
-def _copy_kinds(problem: Problem, n: int) -> Kinds:
-    """dK and dV of each of n query heads, where several share keys."""
-    _, _, _, _, s, d, dv = problem.shape
-    return {"copies of dk": (F, (n, s, d)), "copies of dv": (F, (n, s, dv))}
 
 
 def _scratch_of(named: dict[str, np.ndarray]) -> Scratch:
