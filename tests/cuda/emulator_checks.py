@@ -54,5 +54,5 @@ def fails(kinds, line, function, *args, said="", **options):
         assert "PTX line" in str(caught.value)
 
 
-def run_ptx(body):
-    return f".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k()\n{{\n.reg .b32 %r<9>;\n{body}\nret;\n}}\n"
+def run_ptx(body, arch="sm_80"):
+    return f".version 8.0\n.target {arch}\n.address_size 64\n.visible .entry k()\n{{\n.reg .b32 %r<9>;\n{body}\nret;\n}}\n"

@@ -309,7 +309,7 @@ def test_registers_for_half_a_warpgroup():
         x[cuda.threadIdx.x] = u32(0)
 
     run(whole, words(128), threads=128, arch="sm_90a")
-    text = run_ptx("setmaxnreg.dec.sync.aligned.u32 41;")
+    text = run_ptx("setmaxnreg.dec.sync.aligned.u32 41;", "sm_90a")
     with pytest.raises(EmulatorError, match="setmaxnreg to 41"):
         emulate(text, 1, 128, [])
 
@@ -326,6 +326,27 @@ def test_unsupported_instruction():
     with pytest.raises(EmulatorError, match="not implemented") as caught:
         emulate(text, 1, 32, [])
     assert caught.value.kind == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "arch", "since"),
+    [
+        ("cvt.rn.f16x2.f32 %r1, %f1, %f2", "sm_75", "sm_80"),
+        ("cp.async.commit_group", "sm_75", "sm_80"),
+        ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}, {%r1}, {%r2}, {%f1}", "sm_75", "sm_80"),
+        ("mbarrier.try_wait.parity.shared::cta.b64 p, [%r1], %r2", "sm_89", "sm_90"),
+        ("cp.async.bulk.commit_group", "sm_80", "sm_90"),
+        ("wgmma.fence.sync.aligned", "sm_80", "sm_90a"),
+        ("wgmma.fence.sync.aligned", "sm_90", "sm_90a"),
+    ],
+)  # fmt: skip
+def test_instructions_of_later_architectures(instruction, arch, since):
+    """Where ptxas refuses a kernel it does not run here either."""
+    with pytest.raises(
+        EmulatorError, match=f"{arch} has no {instruction.split()[0]}; .* from {since} on"
+    ) as caught:
+        emulate(run_ptx(f"{instruction};", arch), 1, 32, [])  # fmt: skip
+    assert caught.value.kind == "unsupported" and caught.value.ptx_line == 7
 
 
 def test_endless_loop(monkeypatch):

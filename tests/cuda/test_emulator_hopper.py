@@ -171,7 +171,9 @@ def test_products_that_do_not_exist(kind, shape, registers, immediates):
     9.7.15.5.2).
     """
     d = ", ".join("%r1" for _ in range(registers))
-    text = run_ptx(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, %rd1, %rd1, %p1{immediates};")
+    text = run_ptx(
+        f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, %rd1, %rd1, %p1{immediates};", "sm_90a"
+    )
     with pytest.raises(EmulatorError) as caught:
         emulate(
             text.replace(".reg .b32", ".reg .b64 %rd<2>;\n.reg .pred %p<2>;\n.reg .b32"), 1, 128, []

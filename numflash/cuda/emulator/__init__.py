@@ -13,6 +13,7 @@ import numpy as np
 
 from ...errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..instructions.tensormap import TensorMap
+from . import architectures
 from .errors import EmulatorError
 from .machine import Machine
 from .memory import Global
@@ -64,7 +65,7 @@ def emulate(
     EmulatorError
         With the PTX line and the kernel's source line: out-of-bounds and misaligned accesses,
         uninitialised shared memory, reads before the wait that makes them valid, races between
-        warps, divergent warp operations, deadlock.
+        warps, divergent warp operations, deadlock; instructions that the architecture has not.
     """
     start = time.perf_counter()
     if schedule not in ("random", "lockstep"):
@@ -113,7 +114,9 @@ def _parsed(text: str) -> Program:
     if text not in _programs:
         if len(_programs) > 64:
             _programs.clear()
-        _programs[text] = parse(text)
+        program = parse(text)
+        architectures.check(program, text)
+        _programs[text] = program
     return _programs[text]
 
 
