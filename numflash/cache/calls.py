@@ -76,7 +76,7 @@ class Calls:
     steps : captured steps on a card, by plan and factor
     equal : what equal calls of `KVCache.step` have in common, by the shapes of query, key and value
     results : shape of the result of a plain `KVCache.decode`, by the query's; of calls that succeeded
-    last : the call before
+    last : the last call that `take` prepared
     """
 
     def __init__(self, backend: Backend, layout: Layout, settings: Settings, batch: int) -> None:

@@ -38,7 +38,7 @@ from .protocols import Backend, Plan
 from .settings import DEVICES, Settings, check_settings
 
 F = np.float32
-NO_SOFTCAP = 0.0  # as an object: a call without one is known by it
+NO_SOFTCAP = 0.0  # the default, which `decode` compares by identity: the fastest test for it
 
 
 def _backend(device: str) -> Backend:
@@ -292,7 +292,10 @@ class KVCache(Appending):
 
     @staticmethod
     def _decode_again(memory: Memory, query: np.ndarray, last: LastCall) -> np.ndarray:
-        """A query alone, like the one before: of few tokens, what is looked up takes longer than they do."""
+        """`decode` of nothing but a query, of the same shape as in the last call, with the same plan.
+
+        Skips the checks of options and two look-ups: 0.5 us, the time of 30 tokens.
+        """
         c, free, make = last.made
         try:
             plan = free.pop()

@@ -22,7 +22,6 @@ from .compile import Key, compiled, sass
 QUARTERS = 4  # of a multiprocessor, each with a scheduler and a tensor core
 MUFU_CYCLES = 8
 WARP_ROWS = 16  # of a wgmma's 64
-MANY_ROWS = 1 << 20
 
 
 class Card(NamedTuple):

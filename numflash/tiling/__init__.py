@@ -138,18 +138,25 @@ def cuda_tilings(
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
     widest = max(head_dim, value_dim or 0)
     if widest > CUDA_WIDE:
-        kinds = ["-wide", ""]
+        kinds = ["-wide"]
     elif plain and widest <= CUDA_NARROW and f"{family}-{dtype}-narrow" in TILINGS:
         kinds = ["-narrow", ""]
     else:
         kinds = ["-full", ""] if plain and not band else [""]
     found = [x for x in kinds if f"{family}-{dtype}{x}" in TILINGS]
-    return [tiling(family, dtype + x) for x in (found[:1] if widest > CUDA_WIDE else found)]
+    return [tiling(family, dtype + x) for x in found or [""]]
 
 
-def cuda_tiling(*asked: Any, **options: Any) -> Tiling:
+def cuda_tiling(
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    value_dim: int | None = None,
+    plain: bool = False,
+    band: bool = False,
+) -> Tiling:
     """The first of `cuda_tilings`."""
-    return cuda_tilings(*asked, **options)[0]
+    return cuda_tilings(arch, dtype, head_dim, value_dim, plain, band)[0]
 
 
 def gradient_tiling(gradients: str, dtype: str, head_dim: int) -> Tiling:

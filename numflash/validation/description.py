@@ -77,16 +77,17 @@ class Problem:
         return not self.softcap and (self.functions is None or not self.functions.changes_scores)
 
     def with_functions(self, functions: Any) -> Problem:
-        """A copy with score and mask functions; cheaper than `dataclasses.replace`."""
-        copy = object.__new__(Problem)
-        copy.__dict__.update(self.__dict__)
-        copy.__dict__["functions"] = functions
-        return copy
+        """A copy with score and mask functions."""
+        return self._copied(functions=functions)
 
     def with_operands(self, query: Any, key: Any, value: Any) -> Problem:
-        """A copy with other operands of the same shapes, as cheap as that."""
+        """A copy with other operands of the same shapes."""
+        return self._copied(query=query, key=key, value=value)
+
+    def _copied(self, **changed: Any) -> Problem:
+        """Cheaper than `dataclasses.replace`."""
         copy = object.__new__(Problem)
-        copy.__dict__.update(self.__dict__, query=query, key=key, value=value)
+        copy.__dict__.update(self.__dict__, **changed)
         return copy
 
     @property

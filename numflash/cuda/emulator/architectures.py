@@ -10,7 +10,7 @@ import re
 from .errors import EmulatorError
 from .parse import Instruction, Program
 
-# operation and modifiers, and the first architecture that has them. Of several that fit the last one counts
+# operation and modifiers, and the first architecture that has them; of several that fit the latest counts
 SINCE: tuple[tuple[str, frozenset[str], int], ...] = tuple(
     (operation, frozenset(modifiers.split()), since)
     for operation, modifiers, since in (
@@ -63,7 +63,7 @@ def needed(i: Instruction) -> int:
         for operation, modifiers, since in SINCE
         if operation == i.op and modifiers <= set(i.modifiers)
     ]
-    return fit[-1] if fit else 0
+    return max(fit, default=0)
 
 
 def check(program: Program, ptx: str) -> None:

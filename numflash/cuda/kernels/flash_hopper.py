@@ -139,12 +139,12 @@ def flash_hopper(
     continued = overlap and cluster == 1
 
     @device_function
-    def turned(ring, other):
-        """The ring with the `other` tile of Q: 0 or 1."""
+    def with_queries(ring, q_tile):
+        """The ring with tile 0 or 1 of Q in shared memory."""
         if queries == 1:
             return ring
-        rows = ring.rows + u32(other) * u32(q_size)
-        query = ahead(ring.query, i32(other) * i32(q_size >> 4))
+        rows = ring.rows + u32(q_tile) * u32(q_size)
+        query = ahead(ring.query, i32(q_tile) * i32(q_size >> 4))
         return Ring(
             rows,
             query,
@@ -374,10 +374,9 @@ def flash_hopper(
     def finish(turn, n, some, own_row, work, state, ring, following, call):
         """The last P . V of a tile of rows, if it has `some` keys, and its output.
 
-        Beside them runs the next tile of rows' first Q . K^T, with the tile n of the ring that
-        `following` is, with that tile of Q. Returns whether
-        its scores are there, its place and its keys. What is under way when branches meet would make
-        ptxas wait after each product.
+        Beside them runs the next tile of rows' first Q . K^T: `following` is the ring with its tile of
+        Q, n its first tile of keys. Returns whether its scores are there, its place and its keys. What
+        is under way when branches meet would make ptxas wait after each product.
         """
         begun = False
         if overlap and some:
@@ -403,13 +402,13 @@ def flash_hopper(
         return begun, place, found
 
     @device_function
-    def attend(turn, n, other, begun, place, found, own_row, work, state, rings, call):
+    def attend(turn, n, q_tile, begun, place, found, own_row, work, state, shared_ring, call):
         """A consumer's part of a tile of rows, whose first scores are there if they are `begun`.
 
-        Its rows are the `other` tile of Q. Returns the numbers of the next tiles of keys and of Q,
+        Its rows are in tile `q_tile` of Q. Returns the numbers of the next tiles of keys and of Q,
         then what `finish` returns.
         """
-        ring = turned(rings, other)
+        ring = with_queries(shared_ring, q_tile)
         first_row, first_head, batch, _ = place
         keys, diagonal, listed_at, tile, tiles, seen, seen_end = found
         queries, _, heads, left, right = call.sizes[:5]
@@ -449,10 +448,10 @@ def flash_hopper(
                 full_step(work, state, n, ring, block, call)
                 n += 1
             edge_end = end
-        following = i32(other ^ 1) if some else other
-        next_ring = turned(rings, following)
-        done = finish(turn, n, some, own_row, work, state, ring, next_ring, call)
-        return n, following, *done
+        next_tile = i32(q_tile ^ 1) if some else q_tile  # rows without keys bring no Q
+        following = with_queries(shared_ring, next_tile)
+        done = finish(turn, n, some, own_row, work, state, ring, following, call)
+        return n, next_tile, *done
 
     def flash(pointers, strides, sizes, factors):
         maps = pointers[0]
@@ -482,13 +481,13 @@ def flash_hopper(
             for i in range(3):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
         meet_all()
-        turn, n, other, begun = i32(0), i32(0), i32(0), False
+        turn, n, q_tile, begun = i32(0), i32(0), i32(0), False
         if warpgroup == 0:
             FEWER()
             if thread == 0:
                 while place_in(turn) < tiles_of_rows:
-                    end = bring(turn, n, turned(ring, other), maps, call)
-                    other = i32(other ^ 1) if end > n else other
+                    end = bring(turn, n, with_queries(ring, q_tile), maps, call)
+                    q_tile = i32(q_tile ^ 1) if end > n else q_tile
                     n = end
                     turn += 1
         else:
@@ -505,8 +504,8 @@ def flash_hopper(
             place = rows_in(turn, call)
             found = keys_of(place, call)
             while place_in(turn) < tiles_of_rows:
-                n, other, begun, place, found = attend(
-                    turn, n, other, begun, place, found, own_row, work, state, ring, call
+                n, q_tile, begun, place, found = attend(
+                    turn, n, q_tile, begun, place, found, own_row, work, state, ring, call
                 )
                 turn += 1
             if ping_pong and warpgroup == 1:
