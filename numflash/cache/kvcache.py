@@ -233,7 +233,7 @@ class KVCache(Appending):
             wanted = memory.calls.results.get(query.shape)
             if wanted is not None:
                 changes = NOTHING
-                if changed:
+                if softcap is not NO_SOFTCAP or alibi_slopes is not None:
                     changes = check_changes(softcap, alibi_slopes, None, query.shape)
                 if functions:
                     changes = with_functions(changes, score_mod, mask_mod, memory, query.shape)
@@ -335,7 +335,8 @@ class KVCache(Appending):
             if changed:
                 plan.change(changes, None)
             plan(query, c, memory.store, result)
-            redo(memory, plan, query, scale, result, changes)
+            if plan.again:
+                redo(memory, plan, query, scale, result, changes)
         finally:
             free.append(plan)
         return result

@@ -82,8 +82,12 @@ class Prepared:
 
     def current(self) -> bool:
         """Whether names have the values that were traced, and arrays still fit the code."""
+        if not self.capture.current():
+            return False
+        if not self.assumed:
+            return True
         arrays, assumed = self.graph.arrays, tuple(self.assumed.items())  # a thread may add some
-        return self.capture.current() and all(within(arrays[n], x) for n, x in assumed)
+        return all(within(arrays[n], x) for n, x in assumed)
 
     @property
     def slope(self) -> Node:

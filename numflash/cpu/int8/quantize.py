@@ -2,7 +2,7 @@
 
 The fast way of `quantization.quantize_problem`.
 
-One task takes one KV head, so that its rows are still in the cache when they are read again:
+A task takes KV heads one by one, so that their rows are still in the cache when they are read again:
 
     statistics   sum of every channel of K, largest magnitude of V's, CHUNK rows at a time
     means        the mean of K is taken off its rows; V gets one scale for each channel
@@ -304,11 +304,23 @@ def make_quantize(isa_name: str, kind: str, form: str):
             top, largest = max(top, bits), max(largest, scale)
         found.top[n, c, 2], found.scales[n, c, 0] = top, largest
 
+    @bare
+    def take_part(number, steps, parts, source, to, found, room):
+        """Statistics, operands, or both, of one part of a KV head."""
+        n, part, share = number // parts, number % parts, found.sums.shape[1] // parts
+        length = source.lengths[n // source.k.heads]
+        if steps[0]:
+            for c in range(part * share, (part + 1) * share):
+                look(n, c, length, source, found)
+        if steps[1]:
+            finish_statistics(n, length, source, to, found, room)
+            for c in range(part * share, (part + 1) * share):
+                write(n, c, length, source, to, found, room)
+
     @inline
-    def task(number, steps, parts, source, to, found):
-        chunks = found.sums.shape[1]
-        n, part, share = number // parts, number % parts, chunks // parts
-        d, dv, length = source.k.d, source.v.d, source.lengths[n // source.k.heads]
+    def task(number, tasks, steps, parts, source, to, found):
+        """A run of parts, as many as for the other tasks: what they need besides is made once."""
+        d, dv = source.k.d, source.v.d
         columns = to.values.shape[1] // to.keys.start.shape[1]
         room = Room(
             uncleared((ROWS,), F, "scales of rows"),
@@ -321,13 +333,9 @@ def make_quantize(isa_name: str, kind: str, form: str):
             zeros((KEY_BLOCK * columns,), np.int8, "quantised values"),
             uncleared((FIRST_KEYS, dv), np.int16, "first values"),
         )
-        if steps[0]:
-            for c in range(part * share, (part + 1) * share):
-                look(n, c, length, source, found)
-        if steps[1]:
-            finish_statistics(n, length, source, to, found, room)
-            for c in range(part * share, (part + 1) * share):
-                write(n, c, length, source, to, found, room)
+        count = found.sums.shape[0] * parts
+        for i in range(number * count // tasks, (number + 1) * count // tasks):
+            take_part(i, steps, parts, source, to, found, room)
 
     @separate
     def quantize(source, workers, to):
@@ -341,9 +349,10 @@ def make_quantize(isa_name: str, kind: str, form: str):
         )
         whole_heads = heads % workers == 0 or heads >= EVEN * workers
         parts = 1 if whole_heads else chunks
+        tasks = min(workers, heads * parts)
         for n in range(1 if whole_heads else 2):
             steps = (n == 0, n == 1 or whole_heads)
-            over_tasks(task, heads * parts, (steps, parts, source, to, found))
+            over_tasks(task, tasks, (tasks, steps, parts, source, to, found))
         top, q_scale, k_scale = I(0), F(0), F(0)
         for n in range(heads):
             for c in range(chunks):
