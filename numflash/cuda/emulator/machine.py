@@ -12,7 +12,7 @@ shadow memory (`memory.Shared`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ import numpy as np
 from . import asynchronous, cluster, conversions, products, rules, tensor, transfer, waits  # noqa: F401
 from .alu import BINDERS
 from .errors import EmulatorError, Fault
-from .parse import Instruction, Program, registers_of
+from .parse import Instruction, Program
 from .registers import Launch, Registers
 
 STEP_LIMIT = 5_000_000  # branches in one batch
@@ -39,6 +39,21 @@ class Group:
     def __init__(self, pc: int, mask: np.ndarray, cohort: int, wait: Any = None) -> None:
         self.pc, self.mask, self.cohort, self.wait = pc, mask, cohort, wait
         self.warps = int(mask.reshape(-1, 32).any(1).sum())
+
+
+class Bound(NamedTuple):
+    """An instruction of a program for one machine.
+
+    kind : PLAIN to WAIT
+    run : what does it; the target of a branch, the operands of a barrier
+    guard : its predicate's register, and whether it is negated
+    hook : what is checked before it
+    """
+
+    kind: int
+    run: Any
+    guard: tuple[np.ndarray, bool] | None
+    hook: rules.Hook | None
 
 
 @dataclass
@@ -69,10 +84,8 @@ class Machine(Registers):
         self.copies = asynchronous.Copies(self)
         self.clusters = cluster.Clusters(self)
         self.products = products.Products(self)
-        self.touched: list[tuple[frozenset, frozenset]] = []
         self.unset, self.fences = rules.Unset(self), rules.Fences(self)
-        self.kinds, self.runs, self.predicates = self._bind()
-        self.hooks = rules.bind(self)
+        self.bound: list[Bound | None] = [None] * len(program.code)
         self.executed = np.zeros(len(program.code), np.int64)
         self._warps_cache: tuple[Any, Any] = (None, None)
         self.groups: list[Group] = []
@@ -80,52 +93,31 @@ class Machine(Registers):
         self.first_block = 0  # blocks that have run before this batch
         self.most_branches = STEP_LIMIT
 
-    # ---- instructions, bound once
-    def _bind(self) -> tuple[list[int], list[Any], list[Any]]:
-        kinds: list[int] = []
-        runs: list[Any] = []
-        predicates: list[Any] = []
-        kind: int
-        run: Any
-        for i in self.program.code:
-            try:
-                if i.op == "bra":
-                    kind = BRANCH
-                    run = self.program.labels[i.operands[0]]
-                elif i.op in ("ret", "exit"):
-                    kind = EXIT
-                    run = None
-                elif i.op == "barrier" and i.modifiers[:2] == ("cluster", "wait"):
-                    kind = WAIT
-                    run = self.clusters.bind_wait(i)
-                elif i.op == "bar" or (i.op == "barrier" and "cluster" not in i.modifiers):
-                    kind = BARRIER
-                    run = self._barrier_operands(i)
-                elif i.op == "mbarrier" and i.modifiers[0] == "try_wait":
-                    kind = WAIT
-                    run = self.copies.bind_wait(i)
-                else:
-                    kind = PLAIN
-                    run = BINDERS[i.op](self, i)
-            except KeyError:
-                raise EmulatorError(
-                    "unsupported", "instruction not implemented", i.line, i.text, i.source
-                ) from None
-            except Fault as fault:
-                raise EmulatorError(fault.kind, str(fault), i.line, i.text, i.source) from None
-            kinds.append(kind)
-            runs.append(run)
-            predicates.append(
-                None if i.predicate is None else (self.value(i.predicate, "pred"), i.negated)
-            )
-            names = [frozenset(registers_of(x)) for x in i.operands]
-            writes = (
-                names[0]
-                if names and i.op not in ("st", "bra", "bar", "mbarrier", "cp", "red")
-                else frozenset()
-            )
-            self.touched.append((frozenset().union(*names), writes))
-        return kinds, runs, predicates
+    # ---- instructions
+    def _bind(self, pc: int) -> Bound:
+        """An instruction, prepared when it is reached for the first time."""
+        i = self.program.code[pc]
+        try:
+            kind, run = self._kind(i)
+        except KeyError:
+            raise Fault("unsupported", "instruction not implemented") from None
+        guard = None if i.predicate is None else (self.value(i.predicate, "pred"), i.negated)
+        found = self.bound[pc] = Bound(kind, run, guard, rules.hook(self, pc))
+        return found
+
+    def _kind(self, i: Instruction) -> tuple[int, Any]:
+        """What `_advance` does with an instruction, and what it needs for it."""
+        if i.op == "bra":
+            return BRANCH, self.program.labels[i.operands[0]]
+        if i.op in ("ret", "exit"):
+            return EXIT, None
+        if i.op == "barrier" and i.modifiers[:2] == ("cluster", "wait"):
+            return WAIT, self.clusters.bind_wait(i)
+        if i.op == "bar" or (i.op == "barrier" and "cluster" not in i.modifiers):
+            return BARRIER, self._barrier_operands(i)
+        if i.op == "mbarrier" and i.modifiers[0] == "try_wait":
+            return WAIT, self.copies.bind_wait(i)
+        return PLAIN, BINDERS[i.op](self, i)
 
     # ---- masks
     def full(self, mask: Any) -> np.ndarray:
@@ -252,18 +244,13 @@ class Machine(Registers):
             (x.pc for x in self.groups if x is not g and x.cohort == g.cohort and x.wait is None),
             default=1 << 60,
         )
-        kinds = self.kinds
-        runs = self.runs
-        predicates = self.predicates
+        bound = self.bound
         executed = self.executed
-        hooks = self.hooks
         where: Any = True if g.mask.all() else g.mask
         while True:
             pc = g.pc
             executed[pc] += g.warps
-            kind = kinds[pc]
-            guard = predicates[pc]
-            hook = hooks[pc]
+            kind, run, guard, hook = bound[pc] or self._bind(pc)
             if guard is not None and pc in self.unset.guards:
                 self.unset.require(self.unset.guards[pc], where)
             if kind == PLAIN:
@@ -278,10 +265,10 @@ class Machine(Registers):
                             return
                         continue
                 if self.products.tainted:
-                    self.products.check(self.program.code[pc], *self.touched[pc], active)
+                    self.products.check(self.program.code[pc], active)
                 if hook is not None:
                     hook(active)
-                runs[pc](active)
+                run(active)
                 g.pc += 1
             elif kind == BRANCH:
                 self.steps += 1
@@ -290,7 +277,7 @@ class Machine(Registers):
                         "deadlock",
                         f"more than {self.most_branches} branches without an end: an endless loop",
                     )
-                if self._branch(g, runs[pc], guard):
+                if self._branch(g, run, guard):
                     return
             else:
                 active = g.mask
@@ -311,9 +298,9 @@ class Machine(Registers):
                     self.clusters.ended(g.mask)
                     self._check_barriers()
                 elif kind == BARRIER:
-                    self._barrier(g, runs[pc])
+                    self._barrier(g, run)
                 else:
-                    self._wait(g, runs[pc])
+                    self._wait(g, run)
                 self._merge()
                 return
             if g.pc >= limit:

@@ -5,6 +5,7 @@ What NVVM writes for our kernels, inline assembly and `.loc` lines included.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -21,9 +22,18 @@ _PARAM = re.compile(
 )
 
 
+_NAME = re.compile(r"%?[A-Za-z_$][\w$.]*")
+NO_RESULT = ("st", "bra", "bar", "barrier", "cp", "red", "ret", "exit", "fence", "membar")
+
+
 @dataclass
 class Instruction:
-    """One statement: `ld.shared.v4.b32` is op "ld" with modifiers ("shared", "v4", "b32")."""
+    """One statement: `ld.shared.v4.b32` is op "ld" with modifiers ("shared", "v4", "b32").
+
+    results : registers that it writes
+    reads : registers that it reads, its predicate left out; a product's accumulators are none:
+        with scale-d 0 they are not read
+    """
 
     op: str
     modifiers: tuple[str, ...]
@@ -33,15 +43,37 @@ class Instruction:
     line: int
     source: tuple[str, int] | None
     text: str
+    results: list[str] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
 
     @property
     def type(self) -> str:
         return self.modifiers[-1]
 
+    @property
+    def is_product(self) -> bool:
+        return self.op == "wgmma" and "mma_async" in self.modifiers
 
-def registers_of(operand: str) -> list[str]:
+    @functools.cached_property
+    def touched(self) -> tuple[frozenset[str], frozenset[str]]:
+        """All names in the operands, and those of what it writes."""
+        names = [frozenset(names_in(x)) for x in self.operands]
+        silent = self.op in ("st", "bra", "bar", "mbarrier", "cp", "red") or not names
+        return frozenset().union(*names), frozenset() if silent else names[0]
+
+    def name_registers(self, known: dict[str, str]) -> None:
+        """Set `results` and `reads`; `known` are the program's registers."""
+        silent = self.op == "mbarrier" and "try_wait" not in self.modifiers
+        silent = silent or self.op in NO_RESULT or not self.operands
+        named = [[name for name in names_in(x) if name in known] for x in self.operands]
+        self.results = [] if silent else named[0]
+        first = 1 if self.results or self.is_product else 0
+        self.reads = [name for names in named[first:] for name in names]
+
+
+def names_in(operand: str) -> list[str]:
     """The names in `{%r1, %r2}`, `[%rd1+16]`, `%p1|%p2` or `%r1`."""
-    return re.findall(r"%?[A-Za-z_$][\w$.]*", operand)
+    return _NAME.findall(operand)
 
 
 def vector(operand: str) -> list[str]:
@@ -79,6 +111,8 @@ def parse(ptx: str) -> Program:
         getattr(program, space)[name] = (int(size or 0), int(align))
     files = {int(n): path for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
     _Body(program, text, entry.end(), files).read()
+    for i in program.code:
+        i.name_registers(program.registers)
     return program
 
 

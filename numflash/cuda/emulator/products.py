@@ -14,7 +14,7 @@ import numpy as np
 from .alu import Run, binds
 from .errors import Fault
 from .memory import IN_FLIGHT
-from .parse import Instruction, registers_of, vector
+from .parse import Instruction, names_in, vector
 from .tensor import BITS, accumulator_order, decode, gather, operand_layout
 
 if TYPE_CHECKING:
@@ -52,13 +52,14 @@ class Products:
         group = where.get(name)
         return None if group is None else group > self.retired
 
-    def check(self, i: Instruction, names: frozenset, writes: frozenset, mask: Any) -> None:
+    def check(self, i: Instruction, mask: Any) -> None:
         """Called for every instruction while products are under way.
 
         None may touch their registers, except to move them on.
         """
         if i.op == "wgmma":
             return
+        names, writes = i.touched
         active = None
         for name in names:
             late = self.late(self.tainted, name)
@@ -70,14 +71,11 @@ class Products:
             if not late[active].any():
                 continue
             if i.op == "mov" and name not in writes:  # the compiler's renaming of tied registers
-                for to in registers_of(i.operands[0]):
+                for to in names_in(i.operands[0]):
                     group = self.tainted.setdefault(to, np.zeros(self.m.n // 32, np.int64))
                     group[active] = self.tainted[name][active]
                 continue
-            if (
-                i.op == "mov"
-                and self.late(self.tainted, registers_of(i.operands[1])[-1]) is not None
-            ):
+            if i.op == "mov" and self.late(self.tainted, names_in(i.operands[1])[-1]) is not None:
                 continue
             raise Fault("pending", f"register {name} used before wgmma.wait_group")
         if i.op == "mov" and active is None:  # overwritten by a finished value

@@ -15,38 +15,12 @@ import numpy as np
 
 from .alu import write
 from .errors import Fault
-from .parse import Instruction, Program, registers_of, vector
+from .parse import Instruction, Program, names_in, vector
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 Hook = Callable[[Any], None]
-NO_RESULT = ("st", "bra", "bar", "barrier", "cp", "red", "ret", "exit", "fence", "membar")
-
-
-def _is_product(i: Instruction) -> bool:
-    return i.op == "wgmma" and "mma_async" in i.modifiers
-
-
-def _names(program: Program, operands: tuple[str, ...]) -> list[str]:
-    return [x for o in operands for x in registers_of(o) if x in program.registers]
-
-
-def results_of(program: Program, i: Instruction) -> list[str]:
-    """The registers that an instruction writes."""
-    silent = i.op == "mbarrier" and "try_wait" not in i.modifiers
-    if i.op in NO_RESULT or silent or not i.operands:
-        return []
-    return _names(program, i.operands[:1])
-
-
-def operands_of(program: Program, i: Instruction) -> list[str]:
-    """The registers that an instruction reads, its predicate left out.
-
-    A product's accumulators are none: with scale-d 0 they are not read.
-    """
-    first = 1 if results_of(program, i) or _is_product(i) else 0
-    return _names(program, i.operands[first:])
 
 
 # ---- registers that nothing has written
@@ -82,7 +56,7 @@ def unset_reads(program: Program) -> dict[int, frozenset[str]]:
     code = program.code
     steps = []
     for i in code:
-        written, used = mask(results_of(program, i)), mask(operands_of(program, i))
+        written, used = mask(i.results), mask(i.reads)
         guard = mask([i.predicate]) if i.predicate in number else 0
         move = i.op == "mov" and written.bit_count() == used.bit_count() == 1
         steps.append((written, used, guard, move, i.predicate is None))
@@ -141,8 +115,8 @@ class Unset:
             more = {
                 source
                 for i in program.code
-                if i.op == "mov" and set(results_of(program, i)) & watched
-                for source in operands_of(program, i)
+                if i.op == "mov" and not watched.isdisjoint(i.results)
+                for source in i.reads
             }
             if more <= watched:
                 break
@@ -161,13 +135,12 @@ class Unset:
 
     def hooks(self, pc: int, i: Instruction) -> list[Hook]:
         """What to do before an instruction: check its operands, then note its results."""
-        program = self.m.program
         found: list[Hook] = []
         for name in self.reads.get(pc, ()):
-            if name in operands_of(program, i):
+            if name in i.reads:
                 found.append(functools.partial(self.require, name))
-        sources = operands_of(program, i) if i.op == "mov" else []
-        for name in results_of(program, i):
+        sources = i.reads if i.op == "mov" else []
+        for name in i.results:
             if name not in self.written:
                 continue
             source = self.written.get(sources[0]) if len(sources) == 1 else None
@@ -189,14 +162,15 @@ class Fences:
         program = machine.program
         used: set[str] = set()
         for i in program.code:
-            if _is_product(i):
-                used |= set(_names(program, self._registers(i)))
+            if i.is_product:
+                names = (name for x in self._registers(i) for name in names_in(x))
+                used.update(name for name in names if name in program.registers)
         while True:
             more = {
                 source
                 for i in program.code
-                if i.op == "mov" and set(results_of(program, i)) & used
-                for source in operands_of(program, i)
+                if i.op == "mov" and not used.isdisjoint(i.results)
+                for source in i.reads
             }
             if more <= used:
                 break
@@ -216,8 +190,8 @@ class Fences:
         self.touched[:, warps] = False
 
     def hooks(self, i: Instruction) -> list[Hook]:
-        program, touched = self.m.program, self.touched
-        if _is_product(i):
+        touched = self.touched
+        if i.is_product:
             names = [x for o in self._registers(i) for x in vector(o) if x in self.row]
             rows = np.array([self.row[x] for x in names])
 
@@ -231,7 +205,7 @@ class Fences:
                     )
 
             return [check]
-        results, sources = results_of(program, i), operands_of(program, i)
+        results, sources = i.results, i.reads
         if i.op == "mov" and not sources:
             return []  # a constant, which the compiler puts anywhere
         if i.op == "mov" and len(results) == len(sources) == 1:
@@ -254,22 +228,17 @@ class Fences:
         return [touch]
 
 
-def bind(machine: Machine) -> list[Hook | None]:
-    """What runs before each instruction, None where there is nothing to do."""
-    found: list[Hook | None] = []
-    for pc, i in enumerate(machine.program.code):
-        hooks = machine.unset.hooks(pc, i)
-        if machine.fences.row:
-            hooks += machine.fences.hooks(i)
-        if not hooks:
-            found.append(None)
-        elif len(hooks) == 1:
-            found.append(hooks[0])
-        else:
+def hook(machine: Machine, pc: int) -> Hook | None:
+    """What runs before an instruction, None if there is nothing to do."""
+    i = machine.program.code[pc]
+    hooks = machine.unset.hooks(pc, i)
+    if machine.fences.row:
+        hooks += machine.fences.hooks(i)
+    if len(hooks) < 2:
+        return hooks[0] if hooks else None
 
-            def several(mask: Any, hooks: list[Hook] = hooks) -> None:
-                for hook in hooks:
-                    hook(mask)
+    def several(mask: Any) -> None:
+        for hook in hooks:
+            hook(mask)
 
-            found.append(several)
-    return found
+    return several
