@@ -3,16 +3,25 @@
 Every command runs, --json is one document, mistakes give one line and an exit status.
 """
 
+import functools
 import json
+import multiprocessing
+import os
+import pickle
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 
 import pytest
 
 from numflash.cache.settings import DTYPES
-from numflash.commands import cli, warmup
+from numflash.commands import cli, demo, warmup
 from numflash.cpu.int8 import quantize_rows
+from numflash.errors import NumflashError
+from numflash.jit import target
+from numflash.tiling import TILINGS
+from numflash.tiling.choice import legal
 
 
 def run(*argv, status=0):
@@ -323,10 +332,11 @@ def test_words_choose_what_is_compiled(capsys, monkeypatch):
     """Every storage and every group is there; without words, what most people need."""
     called = []
     monkeypatch.setattr(warmup, "decode", lambda *given: called.append(given))
-    assert len(as_json(capsys, "warmup", "cache", "INT4", "group", "4")["kernels"]) == 2
-    assert len(as_json(capsys, "warmup", "cache float32", "group 3")["kernels"]) == 2
+    compiled = functools.partial(as_json, capsys, "warmup", "--processes", "1")
+    assert len(compiled("cache", "INT4", "group", "4")["kernels"]) == 2
+    assert len(compiled("cache float32", "group 3")["kernels"]) == 2
     assert called == [(d, g, n) for d, g in (("int4", 4), ("float32", 3)) for n in (1, 64)]
-    assert len(as_json(capsys, "warmup", "cache int8 group 2 options")["kernels"]) == 2
+    assert len(compiled("cache int8 group 2 options")["kernels"]) == 2
     assert called[4:] == [("int8", 2, n, 1.0) for n in (1, 64)]
     assert len(as_json(capsys, "warmup", "--list", "cache", "one thread")) == 8 * len(DTYPES)
     assert len(as_json(capsys, "warmup", "--list")) == len(warmup.everything())
@@ -334,6 +344,43 @@ def test_words_choose_what_is_compiled(capsys, monkeypatch):
     assert {name for name in common if "cache" in name} == {"KV cache int8", "KV cache float32"}
     for wrong in ("int5", "", "int"):
         assert cli.main(["warmup", wrong]) == 1
+
+
+def test_several_processes_compile():
+    """Each job has its own result; an error ends the others, and no worker is left."""
+    fixed = functools.partial(legal, TILINGS["portable-int8"])  # raises UnsupportedError
+    work = [warmup.Job("a, 1", functools.partial(time.sleep, 0.1)), warmup.Job("a, 2", fixed)]
+    work.append(warmup.Job("b, 1", os.getpid))
+    assert [job.name for job in warmup.spread(work)] == ["a, 1", "b, 1", "a, 2"]
+    found = {job.name: (seconds, reason) for job, seconds, reason in warmup.compile_all(work, 2)}
+    assert 0.1 <= found["a, 1"][0] < 5 and "sizes are fixed" in found["a, 2"][1]
+    assert found["b, 1"][1] == ""
+    wrong = [warmup.Job("c", functools.partial(int, "x"))]
+    slow = [warmup.Job(f"d{n}", functools.partial(time.sleep, 60)) for n in range(2)]
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="invalid literal"):
+        list(warmup.compile_all(wrong + slow, 2))
+    with pytest.raises(NumflashError, match="processes: one of 2 was ended by the system"):
+        list(warmup.compile_all([warmup.Job("e", os.abort), *slow], 2))
+    while multiprocessing.active_children() and time.perf_counter() - start < 50:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+
+
+def test_the_demo_compiles_its_kernels_first(monkeypatch):
+    """Where nothing is compiled yet: what its tables call, in several processes."""
+    work = pickle.loads(pickle.dumps(demo.kernels()))
+    assert [job.name for job in work][:2] == ["float32", "bfloat16"]
+    assert f"numflash int8 {target.available()[0]}" in [job.name for job in work]
+    asked = []
+    monkeypatch.setattr(demo, "compile_all", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(demo, "accuracy_table", lambda progress: 1 / 0)
+    for compiled in ([], ["x.nbc"]):
+        monkeypatch.setattr(demo, "files", lambda compiled=compiled: compiled)
+        with pytest.raises(ZeroDivisionError):
+            demo.run()
+    expected = [len(work)] * (warmup.processes_for(work) > 1)
+    assert [len(jobs) for jobs, _ in asked] == expected
 
 
 def test_bench_takes_one_kind_of_table(capsys, monkeypatch):

@@ -111,7 +111,7 @@ def warmup(args: argparse.Namespace) -> Any:
     from . import warmup as job
 
     if not args.list:
-        return job.run(args.words)
+        return job.run(args.words, args.processes)
     known = [found.name for found in job.chosen(args.words)]
     print("\n".join(known))
     return known

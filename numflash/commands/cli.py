@@ -110,6 +110,14 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
                 help="only those with all of these words in their names, as `cache int4 group 3` "
                 "(default: attention, gradients, and KV caches of int8 and float32)",
             ),
+            option(
+                "--processes",
+                type=positive,
+                default=0,
+                metavar="N",
+                help="that compile at a time (default: as many as cores, up to 8); each takes half a "
+                "gigabyte of memory",
+            ),
             NAMES,
         ),
     ),

@@ -4,21 +4,40 @@ fits which cache.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .. import tiling
 from ..cpu.isa.isas import VECTOR_ISAS
 from ..errors import UnsupportedError
 from ..jit import target
+from ..jit.cache_files import files, folders
 from ..jit.threads import limit, most
 from ..measure import metrics, phases, roofline
 from ..measure.console import Progress, Table, count
 from ..measure.contenders import PEER, Case, compete, contenders
 from ..measure.data import minilm
 from ..measure.timing import DISTURBED, explain_marks, percent, ratio
+from .warmup import Job, compile_all, processes_for
 
 LENGTHS = (1024, 4096)
 HEAD_DIMS = (64, 128)
+
+
+def _measure_errors(variant: str) -> None:
+    metrics.accuracy(*minilm(), variants=[variant])
+
+
+def _attend(name: str) -> None:
+    (contender,) = (x for x in contenders() if x.name == name)
+    contender.prepare(Case(64, 64))()
+
+
+def kernels() -> list[Job]:
+    """What compiles the kernels of the tables, each in some seconds."""
+    variants = [Job(x, functools.partial(_measure_errors, x)) for x in metrics.VARIANTS]
+    others = [x.name for x in contenders() if x.name != PEER]
+    return variants + [Job(x, functools.partial(_attend, x)) for x in others]
 
 
 def accuracy_table(progress: Progress) -> Table:
@@ -152,7 +171,14 @@ def run(threads: int = 1) -> dict[str, Any]:
         isa = target.available()[0]
     with_phases = isa in VECTOR_ISAS
     cases = len(LENGTHS) * len(HEAD_DIMS) * len(contenders())
-    with Progress("demo", len(metrics.VARIANTS) + 1 + cases + with_phases) as progress:
+    work = kernels() if folders() and not files() else []  # a machine that has compiled nothing yet
+    processes = processes_for(work)
+    before = len(work) + 1 if processes > 1 else 0
+    with Progress("demo", before + len(metrics.VARIANTS) + 1 + cases + with_phases) as progress:
+        if before:
+            progress.step(f"compiling kernels with {processes} processes, this once")
+            for job, _, _ in compile_all(work, processes):
+                progress.step(f"compiled: {job.name}")
         tables = [accuracy_table(progress)]
         tables[0].show()
         progress.step("measuring this machine")

@@ -1,11 +1,23 @@
-"""Compile kernels ahead of their first call, by calling them on small problems."""
+"""Compile kernels ahead of their first call, by calling them on small problems.
+
+In several processes, which share the disk cache: a compiler uses one core.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
+import multiprocessing
+import os
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +25,9 @@ import numpy as np
 from ..api import attention, attention_backward
 from ..cache.kvcache import KVCache
 from ..cache.settings import DTYPES
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, NumflashError, UnsupportedError
 from ..jit.cache_files import files
+from ..jit.threads import most
 from ..measure.console import Progress, Table
 
 PRECISIONS: tuple[dict[str, Any], ...] = (
@@ -36,6 +49,7 @@ HEAD_DIMS = 8, 64  # rows that end within a vector, which go the general way in 
 GROUPS = range(1, 9)  # query heads of a KV head; of more than 8 a kernel takes up to 8 at a time
 OPTIONS = "options"  # the word of kernels with a soft cap, ALiBi or functions
 COMMON = "int8", "float32"  # storage of KV caches that is compiled where no words ask for others
+MOST_PROCESSES = 8  # unless asked for: each takes half a gigabyte of memory
 
 
 class Job(NamedTuple):
@@ -145,26 +159,103 @@ def words_of(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.lower()))
 
 
-def run(words: Sequence[str] = ()) -> dict[str, Any]:
+def compile_one(job: Job) -> tuple[float, str]:
+    """Seconds that a job takes, and why this machine cannot do it, or ""."""
+    begin = time.perf_counter()
+    try:
+        job.call()
+    except UnsupportedError as error:
+        return 0.0, str(error)
+    return time.perf_counter() - begin, ""
+
+
+def _begin_worker() -> None:
+    """A worker ends with its parent, however that ends; and the parent says what is compiled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("numflash").addFilter(lambda record: "compiling" not in record.msg)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def spread(work: list[Job]) -> list[Job]:
+    """One job of each kind, then the next of each: those of one kind share kernels, which would be
+    compiled by several processes at once.
+    """
+    kinds: dict[str, list[Job]] = {}
+    for job in work:
+        kinds.setdefault(job.name.split(",")[0], []).append(job)
+    rounds = itertools.zip_longest(*kinds.values())
+    return [job for jobs in rounds for job in jobs if job is not None]
+
+
+def processes_for(work: list[Job]) -> int:
+    """How many of them are compiled at a time."""
+    return min(most(), MOST_PROCESSES, len(work))
+
+
+def compile_all(work: list[Job], processes: int) -> Iterator[tuple[Job, float, str]]:
+    """Jobs as they are done, with the results of `compile_one`.
+
+    Raises
+    ------
+    NumflashError
+        The system has ended a process, for want of memory.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, spawn, _begin_worker)
+    try:
+        jobs = {pool.submit(compile_one, job): job for job in spread(work)}
+        for done in as_completed(jobs):
+            yield jobs[done], *done.result()
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise NumflashError(
+                f"processes: one of {processes} was ended by the system, for want of memory perhaps; "
+                "allowed: fewer, as numflash warmup --processes 1"
+            ) from None
+        raise
+    pool.shutdown()
+
+
+def run(words: Sequence[str] = (), processes: int = 0) -> dict[str, Any]:
     """Compile those with the words in their names; without words, what most people need.
+
+    processes : at a time; 0 for as many as cores, up to MOST_PROCESSES
 
     Returns the seconds each took (near 0 where the disk cache had it).
     """
     table = Table("compiled", ("kernel", "s"))
     work = chosen(words) if words else [job for job in everything() if job.common]
+    processes = min(processes, len(work)) or processes_for(work)
     start = time.perf_counter()
-    with Progress("warmup", len(work)) as progress:
-        for name, call, _ in work:
-            progress.step(name)
-            begin = time.perf_counter()
-            try:
-                call()
-            except UnsupportedError as error:
-                table.add(name, "not here", kernel=name, seconds=None, reason=str(error))
-                continue
-            seconds = time.perf_counter() - begin
-            table.add(name, f"{seconds:.2f}", kernel=name, seconds=seconds)
+    found: dict[str, tuple[float, str]] = {}
+    with Progress("warmup", len(work) + (processes > 1)) as progress:
+        if processes == 1:
+            for job in work:
+                progress.step(job.name)
+                found[job.name] = compile_one(job)
+        else:
+            progress.step(f"compiling with {processes} processes")
+            for job, seconds, reason in compile_all(work, processes):
+                progress.step(job.name)
+                found[job.name] = seconds, reason
+    for job in work:
+        seconds, reason = found[job.name]
+        if reason:
+            table.add(job.name, "not here", kernel=job.name, seconds=None, reason=reason)
+        else:
+            table.add(job.name, f"{seconds:.2f}", kernel=job.name, seconds=seconds)
     total = time.perf_counter() - start
-    table.note = f"{total:.1f} s in all; {len(files())} files in the disk cache"
+    together = f" with {processes} processes" if processes > 1 else ""
+    table.note = f"{total:.1f} s in all{together}; {len(files())} files in the disk cache"
     table.show()
-    return {"seconds": total, "kernels": table.records}
+    return {"seconds": total, "processes": processes, "kernels": table.records}
