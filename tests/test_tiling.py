@@ -313,8 +313,12 @@ def test_using_ends_with_its_block():
     with tiling.using(isa, block_q=96) as t:
         assert tiling.in_use(isa) is t and tiling.chosen(isa) == (isa, (96,))
         assert tiling.tiling(isa) is TILINGS[f"{isa}-int8"], "what cached factories read"
-        with tiling.using(isa, mr=8, nv=2) as inner:
-            assert inner.block_q == 48 and tiling.chosen(isa) == (f"{isa}:8x2", (48,))
+        with tiling.using(isa, mr=np.int64(8), nv=2) as inner:
+            assert (
+                inner.block_q == 48
+                and type(inner.mr) is int
+                and tiling.chosen(isa) == (f"{isa}:8x2", (48,))
+            )
         assert tiling.in_use(isa) is t
     assert tiling.in_use(isa) is TILINGS[f"{isa}-int8"] and tiling.chosen(isa) == (isa, ())
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,9 @@ def changed(named: Tiling, changes: dict[str, Any]) -> Tiling:
             raise ArgumentError(
                 f"{field}: not a size of a tiling; allowed: {', '.join(CHANGEABLE)}"
             )
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise ArgumentError(f"{field}: got {value!r}; allowed: an integer")
+    changes = {field: int(value) for field, value in changes.items()}
     if "mr" in changes and "block_q" not in changes:  # as near to the named rows as whole tiles are
         unit = math.lcm(max(1, changes["mr"]), UNIT_ROWS)
         changes = {**changes, "block_q": max(unit, named.block_q // unit * unit)}
