@@ -6,7 +6,7 @@ The layout of the cache is in `decode_layout`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ __all__ = ["MAX_BATCH", "MIN_PAGE", "Append", "Layout", "Plan", "Store", "make_l
 MAX_BATCH = 1 << 20
 NOTHING_TO_REDO = np.zeros((0, 3), np.intp)
 PAGE = 4096  # bytes that hardware prefetches within
+KEPT = 8  # options of a plan that are remembered
 
 
 class Append:
@@ -81,6 +82,14 @@ class Append:
             refuse_after_fork()
             with one_at_a_time():
                 self.parallel(key, value, counts, *rest)
+
+
+class MadeOptions(NamedTuple):
+    """`Options`, the slopes that they were made of, and what a kernel reads instead."""
+
+    options: Options
+    slopes: np.ndarray | None
+    numbers: tuple[int, ...]
 
 
 class Plan:
@@ -140,9 +149,9 @@ class Plan:
         self.m, self.l = zeros(self.shape[:3], F, fill=True), zeros(self.shape[:3], F, fill=True)
         self.unit = LOG2E_Q8 if t.exact else F(LOG2E_Q8 / 256)
         self.store: Store | None = None  # whose addresses `numbers` has
-        self.options: Options | None = None  # whose addresses `numbers` has
-        # the soft cap and the slopes, where they are all that they are
-        self.known: tuple[float | None, np.ndarray | None] = None, None
+        self.options: MadeOptions | None = None  # whose addresses `numbers` has
+        # made of a soft cap and slopes alone, by their number and identity
+        self.made: dict[tuple[float, int], MadeOptions] = {}
         self.functions: InCache | None = None  # of the last changes
         self.function: Tile | None = None  # whose addresses `numbers` has
         self.again = False  # whether the last call left rows to do again
@@ -168,11 +177,19 @@ class Plan:
 
         shift (B, H, L) float32 in units of the soft cap, natural ones with functions, or None.
         """
-        arrays = shift is not None or changes.mask is not None
-        softcap, slopes = self.known
-        if arrays or softcap != changes.softcap or slopes is not changes.slopes:
-            self._set_options(changes, shift)
-            self.known = None if arrays else changes.softcap, changes.slopes
+        if shift is not None or changes.mask is not None:
+            found = self._make_options(changes, shift)
+        else:
+            key = changes.softcap, id(changes.slopes)
+            known = self.made.get(key)
+            found = known or self._make_options(changes, None)
+            if known is None:
+                if len(self.made) >= KEPT:
+                    self.made.clear()
+                self.made[key] = found
+        if found is not self.options:
+            self.numbers[OPTIONS] = found.numbers
+            self.options = found
         if changes.functions is not self.functions:
             self._set_functions(changes.functions)
 
@@ -187,8 +204,8 @@ class Plan:
         )
         self.functions, self.function = functions, found
 
-    def _set_options(self, changes: Changes, shift: np.ndarray | None) -> None:
-        """`change`, but for the functions."""
+    def _make_options(self, changes: Changes, shift: np.ndarray | None) -> MadeOptions:
+        """What `change` sets, but for the functions."""
         batch, kv_heads, rows, _ = self.shape
         cap = np.zeros(2, F)
         if changes.softcap:
@@ -204,9 +221,9 @@ class Plan:
         if changes.mask is not None:
             mask = changes.mask.view(np.uint8)
         moved = np.ascontiguousarray(moved).reshape(batch, kv_heads, rows)
-        self.options = o = Options(cap, moved, slopes, mask)
-        places = (x.ctypes.data for x in (o.cap, o.shift, o.slopes))
-        self.numbers[OPTIONS] = *places, slopes.shape[1], mask.ctypes.data, mask.shape[1]
+        places = (x.ctypes.data for x in (cap, moved, slopes))
+        numbers = *places, slopes.shape[1], mask.ctypes.data, mask.shape[1]
+        return MadeOptions(Options(cap, moved, slopes, mask), changes.slopes, numbers)
 
     @property
     def queries(self) -> int:
