@@ -88,7 +88,6 @@ EXACT = {
     "cp.async.bulk.tensor": ("UTMALDG",),
     "bar": ("BAR",),
     "mbarrier.init": ("SYNCS.EXCH",),
-    "mbarrier.arrive": ("SYNCS.ARRIVE",),
     "barrier.cluster.arrive": ("UCGABAR_ARV",),
     "barrier.cluster.wait": ("UCGABAR_WAIT",),
     "setmaxnreg": ("USETMAXREG",),
@@ -97,6 +96,7 @@ EXACT = {
 }
 # ptxas may repeat these where it splits a path in two, and drops none
 AT_LEAST = {
+    "mbarrier.arrive": ("SYNCS.ARRIVE",),
     "mbarrier.try_wait": ("SYNCS.PHASECHK",),
     "st.global.v4": ("STG.E.128",),
     "st.global": ("STG",),

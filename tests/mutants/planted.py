@@ -756,8 +756,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/launch_decode.py",
-        " or slopes is not changes.slopes",
-        "",
+        "changes.softcap, id(changes.slopes)",
+        "changes.softcap, 0",
         "tests/cpu/test_decode_options.py -k own_options",
     ),
     Mutant(
