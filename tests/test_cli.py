@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -365,6 +366,50 @@ def test_several_processes_compile():
     while multiprocessing.active_children() and time.perf_counter() - start < 50:
         time.sleep(0.05)
     assert not multiprocessing.active_children()
+
+
+SLEEPING = """
+import functools, multiprocessing, time
+from numflash.commands import warmup
+
+if __name__ == "__main__":
+    work = [warmup.Job("first", functools.partial(time.sleep, 0))]
+    work += [warmup.Job(str(n), functools.partial(time.sleep, 60)) for n in range(2)]
+    for _ in warmup.compile_all(work, 2):
+        print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("number", ["SIGINT", "SIGKILL"])
+def test_no_process_outlives_what_started_it(tmp_path, number):
+    (tmp_path / "sleeping.py").write_text(SLEEPING)
+    command = [sys.executable, str(tmp_path / "sleeping.py")]
+    path = os.pathsep.join(filter(None, sys.path))
+    parent = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    with parent:
+        workers = [int(x) for x in parent.stdout.readline().split()]
+        parent.send_signal(getattr(signal, number))
+        assert parent.wait(20) != 0
+    assert len(workers) == 2
+    end = time.perf_counter() + 20
+    while any(alive(x) for x in workers) and time.perf_counter() < end:
+        time.sleep(0.05)
+    assert not any(alive(x) for x in workers)
+
+
+def alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_the_demo_compiles_its_kernels_first(monkeypatch):

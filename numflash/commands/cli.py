@@ -115,8 +115,8 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
                 type=positive,
                 default=0,
                 metavar="N",
-                help="that compile at a time (default: as many as cores, up to 8); each takes half a "
-                "gigabyte of memory",
+                help="that compile at a time (default: as many as cores, up to 8); each takes 0.5 to "
+                "1.2 GB of memory",
             ),
             NAMES,
         ),

@@ -34,7 +34,7 @@ def _attend(name: str) -> None:
 
 
 def kernels() -> list[Job]:
-    """What compiles the kernels of the tables, each in some seconds."""
+    """Calls that compile the kernels of the first two tables, some seconds each."""
     variants = [Job(x, functools.partial(_measure_errors, x)) for x in metrics.VARIANTS]
     others = [x.name for x in contenders() if x.name != PEER]
     return variants + [Job(x, functools.partial(_attend, x)) for x in others]
@@ -171,11 +171,13 @@ def run(threads: int = 1) -> dict[str, Any]:
         isa = target.available()[0]
     with_phases = isa in VECTOR_ISAS
     cases = len(LENGTHS) * len(HEAD_DIMS) * len(contenders())
-    work = kernels() if folders() and not files() else []  # a machine that has compiled nothing yet
+    fresh = folders() and not files()  # nothing has been compiled here, and it could be kept
+    work = kernels() if fresh else []
     processes = processes_for(work)
-    before = len(work) + 1 if processes > 1 else 0
-    with Progress("demo", before + len(metrics.VARIANTS) + 1 + cases + with_phases) as progress:
-        if before:
+    compiling = len(work) + 1 if processes > 1 else 0
+    steps = compiling + len(metrics.VARIANTS) + 1 + cases + with_phases
+    with Progress("demo", steps) as progress:
+        if compiling:
             progress.step(f"compiling kernels with {processes} processes, this once")
             for job, _, _ in compile_all(work, processes):
                 progress.step(f"compiled: {job.name}")

@@ -49,7 +49,7 @@ HEAD_DIMS = 8, 64  # rows that end within a vector, which go the general way in 
 GROUPS = range(1, 9)  # query heads of a KV head; of more than 8 a kernel takes up to 8 at a time
 OPTIONS = "options"  # the word of kernels with a soft cap, ALiBi or functions
 COMMON = "int8", "float32"  # storage of KV caches that is compiled where no words ask for others
-MOST_PROCESSES = 8  # unless asked for: each takes half a gigabyte of memory
+MOST_PROCESSES = 8  # unless asked for: each takes 0.5 to 1.2 GB of memory
 
 
 class Job(NamedTuple):
@@ -170,13 +170,17 @@ def compile_one(job: Job) -> tuple[float, str]:
 
 
 def _begin_worker() -> None:
-    """A worker ends with its parent, however that ends; and the parent says what is compiled."""
+    """Leave Ctrl-C to the parent, which ends its workers, and end with it if it is killed.
+
+    Messages about compiling are left out: the parent shows what has been compiled.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("numflash").addFilter(lambda record: "compiling" not in record.msg)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
+    """Otherwise a worker whose parent was killed would wait for more work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
@@ -184,8 +188,9 @@ def _end_with_parent() -> None:
 
 
 def spread(work: list[Job]) -> list[Job]:
-    """One job of each kind, then the next of each: those of one kind share kernels, which would be
-    compiled by several processes at once.
+    """One job of each kind, then the next of each.
+
+    Jobs of one kind share kernels; started together, several processes would compile the same ones.
     """
     kinds: dict[str, list[Job]] = {}
     for job in work:

@@ -85,7 +85,11 @@ class Append:
 
 
 class MadeOptions(NamedTuple):
-    """`Options`, the slopes that they were made of, and what a kernel reads instead."""
+    """Options of a plan.
+
+    slopes : the array that they were made of, kept so that no other gets its identity
+    numbers : addresses and sizes of the options' arrays, for the kernel
+    """
 
     options: Options
     slopes: np.ndarray | None
@@ -150,7 +154,7 @@ class Plan:
         self.unit = LOG2E_Q8 if t.exact else F(LOG2E_Q8 / 256)
         self.store: Store | None = None  # whose addresses `numbers` has
         self.options: MadeOptions | None = None  # whose addresses `numbers` has
-        # made of a soft cap and slopes alone, by their number and identity
+        # where a soft cap and slopes are all, by the number and the array's identity
         self.made: dict[tuple[float, int], MadeOptions] = {}
         self.functions: InCache | None = None  # of the last changes
         self.function: Tile | None = None  # whose addresses `numbers` has
@@ -181,12 +185,11 @@ class Plan:
             found = self._make_options(changes, shift)
         else:
             key = changes.softcap, id(changes.slopes)
-            known = self.made.get(key)
-            found = known or self._make_options(changes, None)
-            if known is None:
+            if key not in self.made:
                 if len(self.made) >= KEPT:
                     self.made.clear()
-                self.made[key] = found
+                self.made[key] = self._make_options(changes, None)
+            found = self.made[key]
         if found is not self.options:
             self.numbers[OPTIONS] = found.numbers
             self.options = found

@@ -10,8 +10,8 @@ A task takes KV heads one by one, so that their rows are still in the cache when
     values       block by block likewise
     queries      int8 rows and scales of the query heads that belong to this KV head
 
-Where threads are more than heads, or do not share these evenly, tasks are chunks of rows, and the
-statistics of all come first. The results are those of `quantize_problem`, to the bit, for input
+Where threads are more than heads, or do not share these evenly, it takes chunks of rows instead, and
+the statistics of all come first. The results are those of `quantize_problem`, to the bit, for input
 whose magnitudes stay below `quantize_rows.PLAIN`, and heads as wide as a vector. Otherwise
 (infinity, NaN, huge numbers, narrower heads) the caller goes the general way.
 """
@@ -319,7 +319,7 @@ def make_quantize(isa_name: str, kind: str, form: str):
 
     @inline
     def task(number, tasks, steps, parts, source, to, found):
-        """A run of parts, as many as for the other tasks: what they need besides is made once."""
+        """Task `number` of `tasks`: an equal share of all parts, with one set of buffers."""
         d, dv = source.k.d, source.v.d
         columns = to.values.shape[1] // to.keys.start.shape[1]
         room = Room(

@@ -302,7 +302,7 @@ def wavefronts(address: np.ndarray, thread: np.ndarray, size: int) -> tuple[int,
     in_bank = number[:, None] * 32 + (words & 31)
     count = 32 * (int(number[-1]) + 1)
     per_bank = np.bincount(in_bank.ravel(), minlength=count)
-    if per_bank.max() > 1:  # once for each word: lanes that read the same one take it together
+    if per_bank.max() > 1:  # lanes that read the same word share it: each word counts once
         found = distinct(in_bank << 32 | words)
         per_bank = np.bincount(found >> 32, minlength=count)
     per_bank = per_bank.reshape(-1, 32)
@@ -320,7 +320,7 @@ def sectors(address: np.ndarray, thread: np.ndarray, size: int) -> int:
 
 
 def distinct(x: np.ndarray) -> np.ndarray:
-    """The different numbers of an array, sorted: faster than `np.unique`, which makes a table of them."""
+    """The different numbers of an array, sorted: faster than `np.unique`, which makes a hash table."""
     ordered = np.sort(x, axis=None)
     return ordered[_differs(ordered)]
 

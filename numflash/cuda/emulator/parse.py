@@ -5,7 +5,6 @@ What NVVM writes for our kernels, inline assembly and `.loc` lines included.
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass, field
 
@@ -54,15 +53,8 @@ class Instruction:
     def is_product(self) -> bool:
         return self.op == "wgmma" and "mma_async" in self.modifiers
 
-    @functools.cached_property
-    def touched(self) -> tuple[frozenset[str], frozenset[str]]:
-        """All names in the operands, and those of what it writes."""
-        names = [frozenset(names_in(x)) for x in self.operands]
-        silent = self.op in ("st", "bra", "bar", "mbarrier", "cp", "red") or not names
-        return frozenset().union(*names), frozenset() if silent else names[0]
-
     def name_registers(self, known: dict[str, str]) -> None:
-        """Set `results` and `reads`; `known` are the program's registers."""
+        """Set `results` and `reads` to those names in the operands that are `known` registers."""
         silent = self.op == "mbarrier" and "try_wait" not in self.modifiers
         silent = silent or self.op in NO_RESULT or not self.operands
         named = [[name for name in names_in(x) if name in known] for x in self.operands]

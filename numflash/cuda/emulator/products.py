@@ -14,7 +14,7 @@ import numpy as np
 from .alu import Run, binds
 from .errors import Fault
 from .memory import IN_FLIGHT
-from .parse import Instruction, names_in, vector
+from .parse import Instruction, vector
 from .tensor import BITS, accumulator_order, decode, gather, operand_layout
 
 if TYPE_CHECKING:
@@ -59,27 +59,27 @@ class Products:
         """
         if i.op == "wgmma":
             return
-        names, writes = i.touched
         active = None
-        for name in names:
+        for name in {*i.results, *i.reads}:
             late = self.late(self.tainted, name)
-            if late is None and name in writes:
+            if late is None and name in i.results:
                 late = self.late(self.frozen, name)
             if late is None:
                 continue
             active = self.m.warps_of(mask) if active is None else active
             if not late[active].any():
                 continue
-            if i.op == "mov" and name not in writes:  # the compiler's renaming of tied registers
-                for to in names_in(i.operands[0]):
+            if i.op == "mov" and name not in i.results:  # the compiler's renaming of tied registers
+                for to in i.results:
                     group = self.tainted.setdefault(to, np.zeros(self.m.n // 32, np.int64))
                     group[active] = self.tainted[name][active]
                 continue
-            if i.op == "mov" and self.late(self.tainted, names_in(i.operands[1])[-1]) is not None:
+            source = i.reads[-1] if i.reads else ""  # none: a constant
+            if i.op == "mov" and self.late(self.tainted, source) is not None:
                 continue
             raise Fault("pending", f"register {name} used before wgmma.wait_group")
         if i.op == "mov" and active is None:  # overwritten by a finished value
-            for to in writes:
+            for to in i.results:
                 if to in self.tainted:
                     self.tainted[to][self.m.warps_of(mask)] = 0
 

@@ -238,7 +238,7 @@ def hook(machine: Machine, pc: int) -> Hook | None:
         return hooks[0] if hooks else None
 
     def several(mask: Any) -> None:
-        for hook in hooks:
-            hook(mask)
+        for check in hooks:
+            check(mask)
 
     return several
