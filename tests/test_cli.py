@@ -353,38 +353,43 @@ def test_several_processes_compile():
     work = [warmup.Job("a, 1", functools.partial(time.sleep, 0.1)), warmup.Job("a, 2", fixed)]
     work.append(warmup.Job("b, 1", os.getpid))
     assert [job.name for job in warmup.spread(work)] == ["a, 1", "b, 1", "a, 2"]
-    found = {job.name: (seconds, reason) for job, seconds, reason in warmup.compile_all(work, 2)}
+    found = {}
+    warmup.compile_all(work, 2, lambda job, *result: found.update({job.name: result}))
     assert 0.1 <= found["a, 1"][0] < 5 and "sizes are fixed" in found["a, 2"][1]
     assert found["b, 1"][1] == ""
     wrong = [warmup.Job("c", functools.partial(int, "x"))]
     slow = [warmup.Job(f"d{n}", functools.partial(time.sleep, 60)) for n in range(2)]
     start = time.perf_counter()
     with pytest.raises(ValueError, match="invalid literal"):
-        list(warmup.compile_all(wrong + slow, 2))
+        warmup.compile_all(wrong + slow, 2, print)
     with pytest.raises(NumflashError, match="processes: one of 2 was ended by the system"):
-        list(warmup.compile_all([warmup.Job("e", os.abort), *slow], 2))
+        warmup.compile_all([warmup.Job("e", os.abort), *slow], 2, print)
     while multiprocessing.active_children() and time.perf_counter() - start < 50:
         time.sleep(0.05)
     assert not multiprocessing.active_children()
 
 
 SLEEPING = """
-import functools, multiprocessing, time
+import functools, multiprocessing, sys, time
 from numflash.commands import warmup
 
+def show(*result):
+    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+    time.sleep(wait)  # an interrupt comes here, or between two results
+
 if __name__ == "__main__":
+    wait = float(sys.argv[1])
     work = [warmup.Job("first", functools.partial(time.sleep, 0))]
     work += [warmup.Job(str(n), functools.partial(time.sleep, 60)) for n in range(2)]
-    for _ in warmup.compile_all(work, 2):
-        print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+    warmup.compile_all(work, 2, show)
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize("number", ["SIGINT", "SIGKILL"])
-def test_no_process_outlives_what_started_it(tmp_path, number):
+@pytest.mark.parametrize(("number", "wait"), [("SIGINT", 0), ("SIGINT", 60), ("SIGKILL", 0)])
+def test_no_process_outlives_what_started_it(tmp_path, number, wait):
     (tmp_path / "sleeping.py").write_text(SLEEPING)
-    command = [sys.executable, str(tmp_path / "sleeping.py")]
+    command = [sys.executable, str(tmp_path / "sleeping.py"), str(wait)]
     path = os.pathsep.join(filter(None, sys.path))
     parent = subprocess.Popen(
         command,
@@ -418,14 +423,14 @@ def test_the_demo_compiles_its_kernels_first(monkeypatch):
     assert [job.name for job in work][:2] == ["float32", "bfloat16"]
     assert f"numflash int8 {target.available()[0]}" in [job.name for job in work]
     asked = []
-    monkeypatch.setattr(demo, "compile_all", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(demo, "compile_all", lambda *given: asked.append(given))
     monkeypatch.setattr(demo, "accuracy_table", lambda progress: 1 / 0)
     for compiled in ([], ["x.nbc"]):
         monkeypatch.setattr(demo, "files", lambda compiled=compiled: compiled)
         with pytest.raises(ZeroDivisionError):
             demo.run()
     expected = [len(work)] * (warmup.processes_for(work) > 1)
-    assert [len(jobs) for jobs, _ in asked] == expected
+    assert [len(jobs) for jobs, *_ in asked] == expected
 
 
 def test_bench_takes_one_kind_of_table(capsys, monkeypatch):

@@ -179,8 +179,7 @@ def run(threads: int = 1) -> dict[str, Any]:
     with Progress("demo", steps) as progress:
         if compiling:
             progress.step(f"compiling kernels with {processes} processes, this once")
-            for job, _, _ in compile_all(work, processes):
-                progress.step(f"compiled: {job.name}")
+            compile_all(work, processes, lambda job, *_: progress.step(f"compiled: {job.name}"))
         tables = [accuracy_table(progress)]
         tables[0].show()
         progress.step("measuring this machine")

@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
@@ -204,8 +204,11 @@ def processes_for(work: list[Job]) -> int:
     return min(most(), MOST_PROCESSES, len(work))
 
 
-def compile_all(work: list[Job], processes: int) -> Iterator[tuple[Job, float, str]]:
-    """Jobs as they are done, with the results of `compile_one`.
+def compile_all(work: list[Job], processes: int, done: Callable[[Job, float, str], None]) -> None:
+    """Run jobs in several processes.
+
+    done : called with each job as it is done, and with the results of `compile_one`; what it
+        raises, as Ctrl-C, ends the processes, too
 
     Raises
     ------
@@ -216,8 +219,8 @@ def compile_all(work: list[Job], processes: int) -> Iterator[tuple[Job, float, s
     pool = ProcessPoolExecutor(processes, spawn, _begin_worker)
     try:
         jobs = {pool.submit(compile_one, job): job for job in spread(work)}
-        for done in as_completed(jobs):
-            yield jobs[done], *done.result()
+        for future in as_completed(jobs):
+            done(jobs[future], *future.result())
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in multiprocessing.active_children():
@@ -243,6 +246,11 @@ def run(words: Sequence[str] = (), processes: int = 0) -> dict[str, Any]:
     processes = min(processes, len(work)) or processes_for(work)
     start = time.perf_counter()
     found: dict[str, tuple[float, str]] = {}
+
+    def show(job: Job, seconds: float, reason: str) -> None:
+        progress.step(job.name)
+        found[job.name] = seconds, reason
+
     with Progress("warmup", len(work) + (processes > 1)) as progress:
         if processes == 1:
             for job in work:
@@ -250,9 +258,7 @@ def run(words: Sequence[str] = (), processes: int = 0) -> dict[str, Any]:
                 found[job.name] = compile_one(job)
         else:
             progress.step(f"compiling with {processes} processes")
-            for job, seconds, reason in compile_all(work, processes):
-                progress.step(job.name)
-                found[job.name] = seconds, reason
+            compile_all(work, processes, show)
     for job in work:
         seconds, reason = found[job.name]
         if reason:
