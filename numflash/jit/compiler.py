@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from numba.core import codegen, compiler
 from numba.core.registry import CPUDispatcher, cpu_target
 
 from ..errors import UnsupportedError
+from .collector import resting
 from .disk_cache import cached, named, salt, separate_functions, symbols
 from .interrupts import uninterrupted
 from .tuples import pass_whole
@@ -48,21 +48,12 @@ FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 
 
 class KernelCompiler(compiler.Compiler):
-    """Numba's compiler with the garbage collector switched off.
-
-    The objects that a compilation makes stay alive; walking over them again and again takes a sixth
-    of the time.
-    """
+    """Numba's compiler with the garbage collector switched off."""
 
     def compile_extra(self, func: Callable) -> Any:
         """What makes Numba's compilation of a function."""
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        with resting():
             return super().compile_extra(func)
-        finally:
-            if collects:
-                gc.enable()
 
 
 def kernel(

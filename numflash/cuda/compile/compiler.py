@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError, UnsupportedError
+from ...jit.collector import resting
 from ...jit.disk_cache import source_digest
 from ...jit.interrupts import uninterrupted
 from ...jit.system import user_cache
@@ -141,7 +142,7 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
 
     cc = capability(arch)
     bounds = (source.threads, source.blocks)
-    with _lock:
+    with _lock, resting():
         if kind in TEXTS:
             name = source.function.__name__
             to_text = getattr(target, TEXTS[kind])
