@@ -72,7 +72,7 @@ def test_the_number_of_threads_changes_while_another_thread_computes(precision):
     want = numflash.attention(q, k, v, precision=precision)
     cache = numflash.KVCache(1, 4, 32, 4000, "int8")
     cache.append(draw((1, 4, 4000, 32)), draw((1, 4, 4000, 32), 1))
-    query = draw((1, 4, 1, 32), 2)
+    query = draw((1, 8, 1, 32), 2)
     decoded = cache.decode(query, splits=4)
     stop = threading.Event()
 

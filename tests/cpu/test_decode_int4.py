@@ -100,11 +100,12 @@ def test_the_query_has_eight_bits(isa):
     cache = KVCache(1, 1, d, 128, "int4", isa=isa)
     key = np.float32([[15, -15, 15], [-15, 15, 15]]).reshape(1, 1, 2, d) / 15
     cache.append(key, np.float32([[1, -1, 1], [-1, 1, 1]]).reshape(1, 1, 2, d))
-    query = np.float32([[127, 126.6, 0.4]]).reshape(1, 1, 1, d)
-    whole = np.float32([[127, 127, 0]]).reshape(1, 1, 1, d)
+    query, whole = (
+        np.float32([x, x]).reshape(1, 2, 1, d) for x in ([127, 126.6, 0.4], [127, 127, 0])
+    )
     found = cache.decode(query, scale=0.01)
     np.testing.assert_array_equal(found, cache.decode(whole, scale=0.01))
-    np.testing.assert_allclose(found[0, 0, 0], [0, 0, 1], atol=1e-4)
+    np.testing.assert_allclose(found[0, :, 0], [[0, 0, 1]] * 2, atol=1e-4)
 
 
 def test_zeros_and_what_is_not_finite():

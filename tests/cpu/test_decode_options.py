@@ -108,7 +108,7 @@ def test_a_token_that_is_not_finite_spoils_the_rows_that_attend_to_it():
     key[0, 1, 40], value[1, 0, 200] = np.nan, np.inf
     cache.reset()
     cache.append(key, value)
-    out = cache.decode(draw((B, H, 1, D), 1), softcap=3.0)
+    out = cache.decode(draw((B, H, 4, D), 1), softcap=3.0)
     spoiled = np.isnan(out).any((2, 3)).reshape(B, G, -1)
     np.testing.assert_array_equal(spoiled.all(2), [[False, True], [True, False]])
     np.testing.assert_array_equal(spoiled.any(2), spoiled.all(2))
@@ -173,7 +173,7 @@ def test_positions_of_a_ring_are_the_kernels():
 def test_a_call_has_its_own_options_whatever_the_last_one_had():
     rng = np.random.default_rng(13)
     k, v = (rng.standard_normal((1, 2, 50, 32), np.float32) for _ in "kv")
-    q = rng.standard_normal((1, 4, 1, 32), np.float32)
+    q = rng.standard_normal((1, 4, 4, 32), np.float32)
 
     def filled():
         cache = KVCache(1, 2, 32, 50, "int8")
@@ -185,7 +185,7 @@ def test_a_call_has_its_own_options_whatever_the_last_one_had():
         {"score_mod": lambda s, *at: s * 2}, {"score_mod": lambda s, *at: s * 2, "softcap": 2.0},
         {"softcap": 2.0}, {"softcap": 2.0, "alibi_slopes": np.ones(4)}, {"softcap": 2.0},
         {"alibi_slopes": SLOPES}, {"alibi_slopes": 2 * SLOPES}, {"alibi_slopes": SLOPES}, {},
-        {"alibi_slopes": SLOPES, "softcap": 2.0}, {"mask": np.zeros((1, 1), bool)},
+        {"alibi_slopes": SLOPES, "softcap": 2.0}, {"mask": np.zeros((4, 4), bool)},
         {"alibi_slopes": SLOPES}, {"alibi_slopes": SLOPES, "score_mod": lambda s, *at: s * 2},
     ]  # fmt: skip
     cache = filled()
