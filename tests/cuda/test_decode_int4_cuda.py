@@ -273,7 +273,7 @@ def test_options_have_the_bits_of_the_cpu(smooth, heads):
 
 def test_half_of_the_bytes_are_read():
     """Traffic of a step, exactly: codes and scales in use, once, and the query once per block."""
-    n, heads = 144, 14
+    n, heads = 144, 8
     cache = new(page_size=16)
     cache.append(*tokens(n))
     cache.emulator.reports.clear()

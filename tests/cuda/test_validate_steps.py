@@ -92,7 +92,7 @@ def test_parts_of_the_keys_need_not_have_equal_bits(dtype, monkeypatch):
 
 def test_a_forward_check_passes_and_fails(monkeypatch):
     """Right results, then a race, and an LSE that is off."""
-    case = ("one", (1, 2, 2, 300, 150, 64), "float16", {"is_causal": True})
+    case = ("one", (1, 2, 1, 300, 150, 64), "float16", {"is_causal": True})
     work = launch.plan(problem_of(*case[1:]), "sm_90a")
     right = [np.array(x) for x in attention.repeated(Device(), work)[0]]
     monkeypatch.setattr(expected, "get", lambda *arguments: right)
@@ -100,7 +100,7 @@ def test_a_forward_check_passes_and_fails(monkeypatch):
     device = Device()
     row = rows_of(step, device, monkeypatch)
     assert row["passed"] and row["repeats_equal"] and row["on_the_card"]["equal_bits"]
-    assert device.grids == [(n, 1, 1) for n in (6, 6, 6, 4, 6)]  # six tiles, then EMULATED_BLOCKS
+    assert device.grids == [(n, 1, 1) for n in (5, 5, 5, 4, 5)]  # five tiles, then EMULATED_BLOCKS
 
     def race(work):
         if len(racing.grids) == 2:
