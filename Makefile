@@ -3,6 +3,8 @@ PYTHON ?= python3
 PYTEST ?= -q
 # what compiles and what emulates uses one core: two processes, each takes whole files (WORKERS= for one)
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# tests start hundreds of processes: each would compile every module of the package again
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 CUDA12 := .venv-cuda12/bin
