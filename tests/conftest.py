@@ -17,13 +17,14 @@ os.environ["NUMFLASH_TILINGS"] = os.path.join(
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two test processes share the cores
 
 # The files that take longest start first, so that two processes end together (`make test` takes
-# whole files, in the order of the collection).
+# whole files, in the order of the collection). Files whose kernels are the same stand apart: the
+# second one finds them on disk.
 LONGEST = (
     "tests/test_notebooks.py",
     "tests/test_guard.py",
     "tests/cuda/test_decode_cuda.py",
-    "tests/cuda/test_decode_options_cuda.py",
     "tests/cpu/test_combinations.py",
+    "tests/cuda/test_decode_options_cuda.py",
     "tests/cuda/test_sass.py",
     "tests/cuda/test_decode_int4_cuda.py",
     "tests/pytorch/test_smollm2.py",
@@ -35,6 +36,7 @@ LONGEST = (
     "tests/cuda/test_flash_int8.py",
     "tests/test_docs.py",
     "tests/cpu/test_decode_rotated.py",
+    "tests/cpu/test_int8_float_values.py",
     "tests/test_cli.py",
     "tests/test_export.py",
     "tests/test_validate_cpu.py",
@@ -49,6 +51,7 @@ LONGEST = (
     "tests/test_disk_cache.py",
     "tests/test_codegen.py",
     "tests/cuda/test_validate.py",
+    "tests/cpu/test_decode_cache.py",
     "tests/aarch64/test_estimate.py",
     "tests/cpu/test_int8_bits.py",
 )
