@@ -370,7 +370,7 @@ def test_several_processes_compile():
 
 
 SLEEPING = """
-import functools, multiprocessing, sys, time
+import functools, multiprocessing, signal, sys, time
 from numflash.commands import warmup
 
 def show(*result):
@@ -378,6 +378,7 @@ def show(*result):
     time.sleep(wait)  # an interrupt comes here, or between two results
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     wait = float(sys.argv[1])
     work = [warmup.Job("first", functools.partial(time.sleep, 0))]
     work += [warmup.Job(str(n), functools.partial(time.sleep, 60)) for n in range(2)]
@@ -399,9 +400,12 @@ def test_no_process_outlives_what_started_it(tmp_path, number, wait):
         env={**os.environ, "PYTHONPATH": path},
     )
     with parent:
-        workers = [int(x) for x in parent.stdout.readline().split()]
-        parent.send_signal(getattr(signal, number))
-        assert parent.wait(20) != 0
+        try:
+            workers = [int(x) for x in parent.stdout.readline().split()]
+            parent.send_signal(getattr(signal, number))
+            assert parent.wait(20) != 0
+        finally:
+            parent.kill()
     assert len(workers) == 2
     end = time.perf_counter() + 20
     while any(alive(x) for x in workers) and time.perf_counter() < end:
