@@ -12,6 +12,7 @@ import numpy as np
 
 from ..interop.arrays import to_float32
 from ..jit import guard, target
+from ..jit.memory import fresh
 from ..jit.threads import count, limit, one_at_a_time
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import workers
@@ -38,15 +39,19 @@ def run(
     (None: the best of the target).
 
     grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous
-    zeros that are added to, and returned, where they are given.
+    arrays that are written, and returned, where they are given.
     """
     bfloat16 = problem.precision == "bfloat16"
     isa = target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
     nb, nh, nkv, length, s, d, dv = problem.shape
     shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
-    dq, dk, dv_ = results or tuple(np.zeros(shape, F) for shape in shapes)
+    dq, dk, dv_ = results or tuple(fresh(shape, F) for shape in shapes)
     gradients = tuple(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (dq, dk, dv_))
-    if 0 not in (nb, length, s):
+    empty = 0 in (nb, length, s)
+    if empty or isa == "portable":  # which adds up what each row gives
+        for x in gradients:
+            x.fill(0)
+    if not empty:
         operands = problem.query, problem.key, problem.value, grad_out, out, lse
         q, k, v, do, out, lse = (heads(to_float32(x)) for x in operands)
         products = nb * nh * length * s * (3 * d + 2 * dv)

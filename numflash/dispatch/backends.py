@@ -94,7 +94,7 @@ def solve_backward(
     storage.
 
     operands : grad_out, out and lse, as `validation.gradient_operands` gives them
-    results : contiguous float32 zeros of these shapes, to be written and returned, or None
+    results : contiguous float32 arrays of these shapes, to be written and returned, or None
     """
     if problem.precision == "int8":
         raise UnsupportedError(

@@ -163,7 +163,7 @@ def limit(threads: int | None) -> Iterator[int]:
             numba.set_num_threads(threads)
         yield threads or before
     finally:
-        if numba.get_num_threads() != before:
+        if count() != before:
             numba.set_num_threads(before)
 
 

@@ -246,7 +246,7 @@ def without_operator(
         return _run(runner, query, key, value, with_lse)
     if options[PRECISION] == "int8":  # which has no gradient
         return None
-    out, lse = _Known.apply(runner, query, key, value, *options)
+    out, lse = _Known.apply(runner, query, key, value, options)
     return out, lse
 
 
@@ -311,6 +311,9 @@ def _differentiate(
     known = None
     if not query.is_cuda:
         call, known = _known(plans.problems, query, key, value, options)
+        rest = query, key, value, out, lse
+        if known is not None and _are_results(grad_out, out, lse, query, value):
+            return _differentiated_again(known, options[-1], grad_out, *rest)
     if known is None:
         asked, impl = _options(options, key)
         asked = replace(asked, pv=None)  # of "int8" only, which has no gradient
@@ -323,12 +326,42 @@ def _differentiate(
         taken = plans.taken_in(query, key, value)
         problem = known.with_operands(*plans.shaped(taken, "bhld", known.precision))
     operands = validation.gradient_operands(problem, tuple(query.shape), grad_out, out, lse, "bhld")
-    found = [x.new_zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]
+    found = [x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
     with pytorch_threads():
         backends.solve_backward(problem, operands, impl, [_array(x) for x in found])
     if call is not None and known is None:
         plans.problems.keep(call, problem.with_operands(None, None, None))
     dq, dk, dv = (x.to(query.dtype) for x in found)
+    return dq, dk, dv
+
+
+def _are_results(grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, value: Tensor) -> bool:
+    """Whether these are contiguous float32 tensors of the shapes that belong to query and value."""
+    rows, kind = query.shape[:3], torch.float32
+    shape = (*rows, value.shape[3])
+    return (
+        query.dtype is kind
+        and _plain(out, kind)
+        and _plain(grad_out, kind)
+        and _plain(lse, kind)
+        and out.shape == grad_out.shape == shape
+        and lse.shape == rows
+    )
+
+
+def _differentiated_again(
+    problem: validation.Problem, impl: str, grad_out: Tensor, *rest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a call that was made before, of contiguous float32 tensors without a gradient.
+
+    problem : the first of these calls, without its operands
+    rest : query, key, value, out, lse
+    """
+    do, q, k, v, out, lse = (x.numpy() for x in (grad_out, *rest))
+    dq, dk, dv = (x.new_empty(x.shape) for x in rest[:3])
+    results = [_array(x) for x in (dq, dk, dv)]
+    with pytorch_threads():
+        backends.solve_backward(problem.with_operands(q, k, v), (do, out, lse), impl, results)
     return dq, dk, dv
 
 
@@ -369,13 +402,19 @@ def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tu
     for place, x in zip(ctx.places, tensors, strict=True):
         arguments[place] = x
     query, key, value, *options = arguments
-    # where a gradient of the gradient is asked for, the operator refuses it
-    watched = torch.is_grad_enabled() or _is_traced() or not _is_direct(grad_out)
-    differentiate = attention_backward_operator if watched else _differentiate
-    return (
-        *differentiate(grad_out, query, key, value, out, lse, *options),
-        *(None,) * len(options),
-    )
+    found = _differentiated(grad_out, query, key, value, out, lse, *options)
+    return (*found, *(None,) * len(options))
+
+
+def _differentiated(grad_out: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`_differentiate`, by its operator where something has to see that.
+
+    Where a gradient of the gradient is asked for, the operator refuses it.
+    """
+    if torch.is_grad_enabled() or _is_traced() or not _is_direct(grad_out):
+        dq, dk, dv = attention_backward_operator(grad_out, *rest)
+        return dq, dk, dv
+    return _differentiate(grad_out, *rest)
 
 
 def no_second_derivatives(ctx: Any, *grads: Any) -> tuple:
@@ -413,19 +452,28 @@ class _Attention(torch.autograd.Function):
 
 
 class _Known(torch.autograd.Function):
-    """The same for a call that was made before, whose runner comes first."""
+    """The same for a call that was made before, and its runner.
+
+    The options, none of which is a tensor, come as one argument: PyTorch looks at each of them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, runner: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
-        query, key, value, *_ = inputs
-        found = _run(runner, query, key, value, True)
+    def forward(
+        ctx: Any, runner: Any, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        out, lse = _run(runner, query, key, value, True)
         ctx.set_materialize_grads(False)
-        _save(ctx, inputs, found)
-        return found
+        ctx.options = options
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        return None, *_gradients(ctx, *grads)
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
+        if grad_out is None:  # nothing depends on the result
+            return (None,) * 5
+        found = _differentiated(grad_out, *ctx.saved_tensors, *ctx.options)
+        return None, *found, None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -73,10 +73,14 @@ def near(isa):
 
 
 def solve(do, q, k, v, isa=None, attn_mask=None, **options):
-    """Gradients by the kernels of `isa`, after a forward pass by the best ones."""
+    """Gradients by the kernels of `isa`, after a forward pass by the best ones; every element of
+    theirs is written.
+    """
     (do, q, k, v), precision = held((do, q, k, v), isa)
     out, lse = attention(q, k, v, attn_mask, enable_gqa=True, return_lse=True, **options)
-    return launch_backward.run(make(q, k, v, precision, attn_mask, **options), do, out, lse, isa)
+    problem = make(q, k, v, precision, attn_mask, **options)
+    results = [np.full(x.shape, np.nan, F) for x in (q, k, v)]
+    return launch_backward.run(problem, do, out, lse, isa, results)
 
 
 def agrees(do, q, k, v, isa=None, **options):

@@ -117,6 +117,27 @@ def test_opcheck_of_the_backward_pass():
     torch.library.opcheck(torch.ops.numflash.attention_backward.default, arguments)
 
 
+def test_an_equal_gradient_call_takes_the_results_that_the_first_one_takes():
+    """Which are looked at again: other shapes are refused, other strides and dtypes are read."""
+    out, lse = nt.attention(Q, K, V, return_lse=True)
+    given = {"grad_out": torch.randn(out.shape), "out": out, "lse": lse}
+
+    def gradients(**changed):
+        x = given | changed
+        operator = torch.ops.numflash.attention_backward.default
+        return operator(x["grad_out"], Q, K, V, x["out"], x["lse"], *DEFAULTS.values())
+
+    first = gradients()
+    assert all(map(torch.equal, gradients(), first))
+    for name, wrong in (("grad_out", out[:, :, 1:]), ("out", out[..., 1:]), ("lse", lse[:, :1])):
+        with pytest.raises(ArgumentError, match=f"{name}: got shape"):
+            gradients(**{name: wrong.contiguous()})
+    turned = {name: x.mT.contiguous().mT for name, x in given.items()}
+    assert all(map(torch.equal, gradients(**turned), first))
+    wide = {name: given[name].double() for name in ("grad_out", "out")}
+    assert all(map(torch.equal, gradients(**wide), first))
+
+
 def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = nt.scaled_dot_product_attention(Q, K.bfloat16(), V, BIAS)

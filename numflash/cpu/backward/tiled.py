@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from ...jit.scratch import Places, scratch
+from ...jit.threads import count
 from ...numerics.fixedpoint import LOG2E
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
@@ -53,7 +53,7 @@ def run(
     q, k, v, do = operands
     dq, dk, dv = gradients
     n, group = q.shape[0], nh // nkv
-    workers = numba.get_num_threads()
+    workers = count()
     splits = max(1, min(-(-TASKS // n), -(-s // flash_backward.keys_of_block(isa))))
     factor, scale = (
         F(min(max(x, -FINITE), FINITE)) for x in (problem.scale * LOG2E, problem.scale)
