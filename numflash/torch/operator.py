@@ -312,7 +312,11 @@ def _differentiate(
     if not query.is_cuda:
         call, known = _known(plans.problems, query, key, value, options)
         rest = query, key, value, out, lse
-        if known is not None and _are_results(grad_out, out, lse, query, value):
+        if (
+            known is not None
+            and known.precision == "float32"
+            and _are_results(grad_out, out, lse, query, value)
+        ):
             return _differentiated_again(known, options[-1], grad_out, *rest)
     if known is None:
         asked, impl = _options(options, key)

@@ -268,6 +268,17 @@ def test_gradients_of_equal_calls_follow_their_tensors(dtype):
     assert all(x.query is x.key is x.value is None for x in plans.problems.plans.values())
 
 
+@pytest.mark.parametrize("precision", [None, "bfloat16", "float16"])
+def test_gradients_of_equal_calls_have_equal_bits(precision):
+    """Whatever the tensors are rounded to."""
+    given = [torch.randn(1, 2, 40, 16).requires_grad_() for _ in range(3)]
+    grad = torch.randn(1, 2, 40, 16)
+    first, second = (
+        torch.autograd.grad(nt.attention(*given, precision=precision), given, grad) for _ in "12"
+    )
+    assert all(map(torch.equal, first, second))
+
+
 def test_equal_calls_give_equal_bits_and_follow_their_tensors():
     """The second one is prepared; others of the same shapes are not mistaken for it."""
     plans.runners.plans.clear()
