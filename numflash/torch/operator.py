@@ -311,13 +311,6 @@ def _differentiate(
     known = None
     if not query.is_cuda:
         call, known = _known(plans.problems, query, key, value, options)
-        rest = query, key, value, out, lse
-        if (
-            known is not None
-            and known.precision == "float32"
-            and _are_results(grad_out, out, lse, query, value)
-        ):
-            return _differentiated_again(known, options[-1], grad_out, *rest)
     if known is None:
         asked, impl = _options(options, key)
         asked = replace(asked, pv=None)  # of "int8" only, which has no gradient
@@ -327,9 +320,15 @@ def _differentiate(
         problem = validation.problem(query, key, value, asked)
     else:
         impl = options[-1]
-        taken = plans.taken_in(query, key, value)
+        tensors = query, key, value
+        whole = query.dtype is torch.float32  # NumPy has no bfloat16
+        taken = [x.numpy() for x in tensors] if whole else plans.taken_in(*tensors)
         problem = known.with_operands(*plans.shaped(taken, "bhld", known.precision))
-    operands = validation.gradient_operands(problem, tuple(query.shape), grad_out, out, lse, "bhld")
+    if known is not None and _are_results(grad_out, out, lse, query, value):
+        operands = grad_out.numpy(), out.numpy(), lse.numpy()
+    else:
+        shape = tuple(query.shape)
+        operands = validation.gradient_operands(problem, shape, grad_out, out, lse, "bhld")
     found = [x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
     with pytorch_threads():
         backends.solve_backward(problem, operands, impl, [_array(x) for x in found])
@@ -344,29 +343,12 @@ def _are_results(grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, valu
     rows, kind = query.shape[:3], torch.float32
     shape = (*rows, value.shape[3])
     return (
-        query.dtype is kind
-        and _plain(out, kind)
+        _plain(out, kind)
         and _plain(grad_out, kind)
         and _plain(lse, kind)
         and out.shape == grad_out.shape == shape
         and lse.shape == rows
     )
-
-
-def _differentiated_again(
-    problem: validation.Problem, impl: str, grad_out: Tensor, *rest: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a call that was made before, of contiguous float32 tensors without a gradient.
-
-    problem : the first of these calls, without its operands
-    rest : query, key, value, out, lse
-    """
-    do, q, k, v, out, lse = (x.numpy() for x in (grad_out, *rest))
-    dq, dk, dv = (x.new_empty(x.shape) for x in rest[:3])
-    results = [_array(x) for x in (dq, dk, dv)]
-    with pytorch_threads():
-        backends.solve_backward(problem.with_operands(q, k, v), (do, out, lse), impl, results)
-    return dq, dk, dv
 
 
 attention_backward_operator = torch.library.custom_op(
@@ -458,7 +440,7 @@ class _Attention(torch.autograd.Function):
 class _Known(torch.autograd.Function):
     """The same for a call that was made before, and its runner.
 
-    The options, none of which is a tensor, come as one argument: PyTorch looks at each of them.
+    The options, none of which is a tensor, are one argument: autograd's node takes time for each.
     """
 
     @staticmethod
