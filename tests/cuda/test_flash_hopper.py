@@ -54,7 +54,7 @@ def test_bands(options):
 def test_a_band_with_two_edges(overlap):
     """Two tiles at its end, one or two that all rows attend to, two at its beginning."""
     options = {"window": (400, 3), "alignment": "lower_right"}
-    check({"b": 1, "h": 2, "hkv": 1, "l": 90, "s": 600, "d": 64}, overlap, **options)
+    check({"b": 1, "h": 2, "hkv": 1, "l": 96, "s": 600, "d": 64}, overlap, **options)
 
 
 @pytest.mark.parametrize(
