@@ -57,9 +57,9 @@ LONGEST = (
 )
 
 
-# Of the slow tests here a run of the slow ones alone (`make test-slow`) has one half, by the date: each compiles kernels of
+# Of the slow tests here a run of the slow ones alone (`make test-slow`) has a third, by the date: each compiles kernels of
 # its own, for cards or for a chapter.
-HALVED = ("tests/cuda/", "tests/test_notebooks.py::test_a_notebook_runs")
+THIRDS = ("tests/cuda/", "tests/test_notebooks.py::test_a_notebook_runs")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
     if config.option.markexpr != "slow":
         return
-    slow = [i for i in items if i.get_closest_marker("slow") and i.nodeid.startswith(HALVED)]
+    slow = [i for i in items if i.get_closest_marker("slow") and i.nodeid.startswith(THIRDS)]
     out = {id(slow[n]) for n in left_out_today([item.nodeid for item in slow])}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in out])
     items[:] = [item for item in items if id(item) not in out]

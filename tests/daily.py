@@ -10,9 +10,13 @@ Row = TypeVar("Row")
 WHOLE = os.environ.get("TABLE") == "whole"
 
 
+def _day() -> int:
+    return datetime.date.today().toordinal()
+
+
 def of_today(rows: Sequence[Row], parts: int) -> Sequence[Row]:
     """Every `parts`-th row, from the date on."""
-    return rows if WHOLE else rows[datetime.date.today().toordinal() % parts :: parts]
+    return rows if WHOLE else rows[_day() % parts :: parts]
 
 
 def isas_of_today(isas: Sequence[Row]) -> Sequence[Row]:
@@ -21,13 +25,17 @@ def isas_of_today(isas: Sequence[Row]) -> Sequence[Row]:
 
 
 def left_out_today(names: Sequence[str]) -> set[int]:
-    """Places of every other name, from the date on: of each file's tests one half, of the next day the other."""
+    """Places of the names that are left out: of each file's tests two thirds, by the date.
+
+    A test runs on every third day; after six days one day later, so that each row of a table of
+    which a day has a part (`of_today`, up to six parts) gets its turn too.
+    """
     if WHOLE:
         return set()
-    today, place, found = datetime.date.today().toordinal(), Counter[str](), set()
+    day, place, found = _day(), Counter[str](), set()
     for n, name in enumerate(names):
         file = name.split("::")[0]
-        if (place[file] + today) % 2:
+        if (place[file] + day + day // 6) % 3:
             found.add(n)
         place[file] += 1
     return found

@@ -1,8 +1,8 @@
 """Every option on every kernel of this machine that has code for it.
 
 The default tests run all pairs of settings: on the best instruction set, in plain loops, and, by the
-date, on half of the instruction sets between and with half of the other `pv`. The slow tests run every
-seventh row of the whole table, by the date, in which any three settings meet; TABLE=whole runs all.
+date, with one of the other `pv`. The slow tests run them on half of the INT8 instruction sets between,
+by the date too, and every seventh row of the whole table, by the date, in which any three settings meet; TABLE=whole runs all.
 Each row is computed without and with attention sinks.
 
 INT8 is held to the bits of the integer model. The float kernels get the budget that the fuzzer's
@@ -139,7 +139,13 @@ def test_any_three_settings_meet_every_day():
         assert every == {x for row in part for x in itertools.combinations(row.items(), 3)}
 
 
-@pytest.mark.parametrize(("isa", "pv"), [*INT8, *of_today(OTHERS, 4)])
+@pytest.mark.parametrize(
+    ("isa", "pv"),
+    [
+        *(x if x[0] in (BEST, PLAIN) else pytest.param(*x, marks=pytest.mark.slow) for x in INT8),
+        *of_today(OTHERS, 4),
+    ],
+)
 def test_int8_by_pairs(isa, pv):
     for row in pairs():
         int8_holds(isa, pv, row)

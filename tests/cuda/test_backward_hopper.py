@@ -30,8 +30,9 @@ def check(shape, dtype="float16", **options):
     return reports
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=slow)])
-@pytest.mark.parametrize("d", [128, pytest.param(64, marks=slow)])
+@slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("d", [128, 64])
 def test_ring_of_tiles(d, seed):
     """More tiles of queries and of keys than stages, the last ones and the last blocks not full."""
     check({"l": 300 if d == 128 else 600, "s": 400 if d == 128 else 560, "d": d}, seed=seed)

@@ -105,12 +105,13 @@ def test_shared_prefix(dtype):
         cache.append(*tokens(100, b=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "paged"),
     [
         ("int8", False),
-        pytest.param("int8", True, marks=pytest.mark.slow),
-        pytest.param("float16", False, marks=pytest.mark.slow),
+        ("int8", True),
+        ("float16", False),
     ],
 )
 def test_every_byte_of_the_cache_is_read_once(dtype, paged):

@@ -117,7 +117,7 @@ def test_floats(dtype, n):
     assert reports(whole)[-1].shared_conflicts == 0
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=pytest.mark.slow), "float16"])
 def test_several_new_tokens_are_causal(dtype):
     cache, key, value = filled(140, dtype)
     query = draw((B, H, 3, D), 5)

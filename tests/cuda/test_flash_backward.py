@@ -108,6 +108,7 @@ def test_bands(dtype, l, s, options):
     check({"h": 2, "l": l, "s": s}, dtype, **options)
 
 
+@slow
 def test_tiles_outside_the_band_are_skipped():
     shape = {"l": 256, "s": 256}
     full, causal, window = (
@@ -122,6 +123,7 @@ def test_tiles_outside_the_band_are_skipped():
         assert window[n].tensor_flops == products * 7 * 2 * 64**3
 
 
+@slow
 def test_grouped_heads_are_summed_in_the_pass_of_the_keys():
     reports = check({"h": 4, "hkv": 2, "l": 70, "s": 70}, is_causal=True)
     assert reports[1].blocks == 2 * 2 and reports[2].blocks == 4 * 2
@@ -156,10 +158,8 @@ def test_options(options):
     check({"h": 2}, **options)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("bool", marks=slow), "one for all heads", pytest.param("float", marks=slow)],
-)
+@slow
+@pytest.mark.parametrize("kind", ["bool", "one for all heads", "float"])
 def test_masks(kind):
     rng = np.random.default_rng(3)
     seen = rng.random((1, 2, 40, 50)) > 0.5

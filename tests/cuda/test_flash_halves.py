@@ -52,7 +52,7 @@ def test_head_sizes(d):
     "shape",
     [
         {"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 70, "d": 40, "dv": 64},
-        {"b": 1, "h": 3, "l": 1, "s": 1, "d": 5, "dv": 7},
+        pytest.param({"b": 1, "h": 3, "l": 1, "s": 1, "d": 5, "dv": 7}, marks=pytest.mark.slow),
         pytest.param({"b": 1, "h": 1, "l": 3, "s": 200, "d": 17, "dv": 33}, marks=pytest.mark.slow),
     ],
 )
@@ -88,6 +88,7 @@ def test_key_lengths():
     check({"b": 3, "h": 2, "l": 40, "s": 50, "d": 64}, key_lengths=np.array([13, 0, 50]))
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_element_has_any_stride():
     """Rows that do not exist are copied from aligned addresses, too."""
     q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=1, l=70, s=1, d=64))
@@ -96,6 +97,7 @@ def test_an_axis_of_one_element_has_any_stride():
     compare(*solve(k, q, q)[:2], k, q, q)
 
 
+@pytest.mark.slow
 def test_softcap():
     check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, softcap=2.0)
 

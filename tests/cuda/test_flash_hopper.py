@@ -24,7 +24,8 @@ def check(shape, overlap=True, dtype=np.float16, seed=0, **options):
     return report
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ring_of_tiles(overlap, seed):
     """Five tiles turn the ring of two stages more than twice."""
@@ -41,7 +42,7 @@ def test_head_sizes():
 @pytest.mark.parametrize(
     "options",
     [
-        {"is_causal": True, "alignment": "lower_right"},
+        pytest.param({"is_causal": True, "alignment": "lower_right"}, marks=pytest.mark.slow),
         {"window": (100, 3)},
         {"window": (None, 3), "key_lengths": np.array([150, 0])},
     ],
@@ -185,9 +186,8 @@ def test_plan_chooses_the_kernel():
     assert kernel(zeros(), "sm_80") == "flash_float"
 
 
-@pytest.mark.parametrize(
-    "options", [{"softcap": 2.0}, pytest.param({"mask": True}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"mask": True}])
 def test_what_the_sm_80_kernel_does_on_hopper(options):
     """Built for sm_90a and run.
 

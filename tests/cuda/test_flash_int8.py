@@ -63,18 +63,17 @@ def test_key_lengths():
     same_bits(*oracles.qkv(b=3, h=1, l=40, s=150, d=64), key_lengths=np.array([13, 0, 150]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "count"),
-    [
-        ("sm_80", 0),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_80", 3), ("sm_90a", 0))),
-    ],
+    [("sm_80", 0), ("sm_80", 3), ("sm_90a", 0)],
 )
 def test_keys_from_the_middle_of_a_sequence(arch, count):
     problem = problem_of(*oracles.qkv(b=1, h=1, l=20, s=150, d=64), is_causal=True)
     same_bits_of(replace(problem, first_keys=count), arch)
 
 
+@pytest.mark.slow
 def test_masks():
     rng = np.random.default_rng(3)
     seen = rng.random((1, 2, 40, 150)) > 0.5

@@ -56,7 +56,12 @@ def test_functions_in_the_float32_kernel():
 
 
 @pytest.mark.parametrize(
-    ("arch", "precision"), [("sm_80", "float32"), ("sm_80", "float16"), ("sm_90a", "float16")]
+    ("arch", "precision"),
+    [
+        ("sm_80", "float32"),
+        pytest.param("sm_80", "float16", marks=pytest.mark.slow),
+        pytest.param("sm_90a", "float16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_softcap_leaves_hidden_what_a_function_hides(arch, precision):
     q, k, v = g.operands(6, length=20, s=40)

@@ -71,9 +71,12 @@ BIAS = np.where(SEEN, RANDOM.standard_normal(SEEN.shape), -np.inf).astype(np.flo
             marks=slow,
         ),
         pytest.param({"window": (150, 20), "alignment": "lower_right"}, marks=slow),
-        {"window": (150, 20), "shape": {"b": 3}, "key_lengths": np.array([0, 1, 400])},
+        pytest.param(
+            {"window": (150, 20), "shape": {"b": 3}, "key_lengths": np.array([0, 1, 400])},
+            marks=slow,
+        ),
         pytest.param({"sinks": SINKS, "key_lengths": np.array([0])}, marks=slow),
-        {"sinks": SINKS, "attn_mask": SEEN},
+        pytest.param({"sinks": SINKS, "attn_mask": SEEN}, marks=slow),
     ],
 )
 def test_options(options):
@@ -98,7 +101,9 @@ def test_parts_that_outweigh_the_others():
 @pytest.mark.parametrize(
     ("shape", "dtype", "arch"),
     [
-        ({"d": 40, "dv": 72, "h": 6, "hkv": 2, "l": 11}, "bfloat16", "sm_80"),
+        pytest.param(
+            {"d": 40, "dv": 72, "h": 6, "hkv": 2, "l": 11}, "bfloat16", "sm_80", marks=slow
+        ),
         ({"d": 64, "b": 2, "h": 5, "hkv": 5, "l": 19}, "float16", "sm_75"),
         pytest.param({"h": 8, "hkv": 1, "l": 17, "s": 700}, "float16", "sm_90a", marks=slow),
         pytest.param({"d": 128, "h": 6, "hkv": 2, "l": 33}, "bfloat16", "sm_90a", marks=slow),
@@ -111,13 +116,14 @@ def test_shapes(shape, dtype, arch):
     check(4, dtype, arch, turned=True, shape=shape)
 
 
+@slow
 @pytest.mark.parametrize(
     "options",
     [
         {"is_causal": True, "alignment": "lower_right", "key_lengths": np.array([599])},
-        pytest.param({"window": (400, 20), "sinks": np.ones(4, np.float32)}, marks=slow),
-        pytest.param({"softcap": 5.0, "alibi_slopes": np.ones(4, np.float32)}, marks=slow),
-        pytest.param({"key_lengths": np.array([0])}, marks=slow),
+        {"window": (400, 20), "sinks": np.ones(4, np.float32)},
+        {"softcap": 5.0, "alibi_slopes": np.ones(4, np.float32)},
+        {"key_lengths": np.array([0])},
     ],
 )
 def test_options_on_hopper(options):
@@ -160,6 +166,7 @@ def test_a_card_splits_the_keys_of_few_rows():
         assert [x.factory.__name__ for x in steps] == names
 
 
+@slow
 def test_machine_code_for_turing():
     """The emulator takes instructions of later cards, their assembler does not."""
     q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=2, hkv=1, l=2, s=600, d=64))

@@ -35,7 +35,8 @@ def qkv(**shape):
     return oracles.qkv(**({"b": 3, "h": 2, "l": 70, "s": 70, "d": 32} | shape))
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True}, pytest.param({}, marks=slow)])
+@slow
+@pytest.mark.parametrize("options", [{"is_causal": True}, {}])
 def test_halves(options):
     q, k, v = (x.astype(np.float16) for x in qkv())
     launch = launch_float.float_forward(float_checks.problem_of(q, k, v, **options), "sm_80")
@@ -50,7 +51,8 @@ def test_float32():
     float_checks.compare(*operands.emulated(launch)[:2], q, k, v)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=slow)])
+@slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_int8(arch):
     q, k, v = qkv(l=150)
     problem = int8_checks.problem_of(q, k, v, is_causal=True)

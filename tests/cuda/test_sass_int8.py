@@ -44,7 +44,6 @@ OTHERS = [
     ("sm_90a", 128, "none"),
     ("sm_100", 256, "all"),
 ]
-BY_DEFAULT = [("sm_80", 64, "none")]
 
 
 def check(arch, d, name, dv=None, pv="int8"):
@@ -92,15 +91,10 @@ def check(arch, d, name, dv=None, pv="int8"):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "d", "name"),
-    [
-        *BY_DEFAULT,
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in of_today([x for x in TABLE + OTHERS if x not in BY_DEFAULT], 2)
-        ),
-    ],
+    of_today(TABLE + OTHERS, 2),
 )
 def test_every_option(arch, d, name):
     """With a stack of 0 bytes (`resources`).

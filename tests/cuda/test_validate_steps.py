@@ -81,7 +81,8 @@ def no_compiler(*arguments):
     raise UnsupportedError("no compiler")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_parts_of_the_keys_need_not_have_equal_bits(dtype, monkeypatch):
     """On the card few rows over many keys are computed in parts, in host memory at once."""
     case = ("few rows", (1, 2, 1, 1, 600, 64), dtype, {})
