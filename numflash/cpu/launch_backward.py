@@ -18,9 +18,8 @@ from ..numerics.fixedpoint import LOG2E
 from ..tiling import workers
 from ..validation import LARGEST_LSE, Problem
 from .backward import backward_rows, tiled
-from .backward.held import Given, examine
-from .floats.float_isas import FLOAT_ISAS
-from .isa.isas import padded
+from .backward.held import Given, found_of
+from .floats.call import addresses
 from .launch_float import heads, semantics, slope_functions
 
 F = np.float32
@@ -46,43 +45,71 @@ def run(
     nb, nh, nkv, length, s, d, dv = problem.shape
     shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
     dq, dk, dv_ = results or tuple(fresh(shape, F) for shape in shapes)
-    gradients = tuple(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (dq, dk, dv_))
     empty = 0 in (nb, length, s)
     if empty or isa == "portable":  # which adds up what each row gives
-        for x in gradients:
+        for x in (dq, dk, dv_):
             x.fill(0)
     if not empty:
         operands = problem.query, problem.key, problem.value, grad_out, out, lse
-        q, k, v, do, out, lse = (heads(to_float32(x)) for x in operands)
+        q, k, v, do, out, lse = map(to_float32, operands)
         products = nb * nh * length * s * (3 * d + 2 * dv)
-        with one_at_a_time(), limit(min(count(), workers("float32", products))):
-            _solve(problem, isa, (q, k, v, do), out, lse, gradients)
+        threads = min(count(), workers("float32", products))
+        with one_at_a_time():
+            if isa == "portable":
+                with limit(threads):
+                    _portable(problem, (q, k, v, do), out, lse, (dq, dk, dv_))
+            else:
+                plan = tiled.plan_of(problem, isa, threads)
+                _tiled(problem, plan, (q, k, v, do), out, lse, (dq, dk, dv_))
     return dq, dk, dv_
 
 
-def _solve(
+def _portable(
     problem: Problem,
-    isa: str,
     operands: tuple[np.ndarray, ...],
     out: np.ndarray,
     lse: np.ndarray,
+    results: tuple[np.ndarray, ...],
+) -> None:
+    """All rows one at a time, those that float32 does not hold in float64."""
+    q, k, v, do, out, lse = map(heads, (*operands, out, lse))
+    numbers = problem.key_lengths, tiled.largest_scale(problem), tiled.bounds(problem)
+    found = found_of(Given(q, k, v, do, out, lse, *numbers))
+    arrays, delta, gradients = (q, k, v, do), found.exact_delta, tuple(map(heads, results))
+    _rows(problem, False, ~found.skip, arrays, lse, delta, gradients)
+    _rest(problem, found.skip, arrays, lse, delta, gradients)
+
+
+def _tiled(
+    problem: Problem,
+    plan: tiled.GradientPlan,
+    operands: tuple[np.ndarray, ...],
+    out: np.ndarray,
+    lse: np.ndarray,
+    results: tuple[np.ndarray, ...],
+) -> None:
+    """By register tiles; rows that float32 does not hold one at a time in float64."""
+    q, k, v, do = operands
+    dq, dk, dv = results
+    q_at, k_at, v_at, do_at, lse_at = addresses(q, k, v, do, lse)
+    out_at, dq_at, dk_at, dv_at, _ = addresses(out, dq, dk, dv, lse)
+    left = plan.run((q_at, k_at, v_at, do_at, out_at, lse_at, dq_at, dk_at, dv_at))
+    if left is not None:
+        skip, delta = left
+        gradients = tuple(map(heads, results))
+        _rest(problem, skip, tuple(map(heads, operands)), heads(lse), delta, gradients)
+
+
+def _rest(
+    problem: Problem,
+    skip: np.ndarray,
+    operands: tuple[np.ndarray, ...],
+    lse: np.ndarray,
+    delta: np.ndarray,
     gradients: tuple[np.ndarray, ...],
 ) -> None:
-    q, k, v, do = operands
-    scale = max(1.0, abs(problem.scale))
-    panel = 1 if isa == "portable" else FLOAT_ISAS[isa].panel
-    bounds = bool(problem.softcap) or (
-        problem.functions is not None and problem.functions.changes_scores
-    )
-    given = Given(q, k, v, do, out, lse, problem.key_lengths, scale, bounds)
-    found = examine(given, padded(problem.shape[3], panel))
-    if isa == "portable":
-        _rows(problem, False, found.held, operands, lse, found.exact_delta, gradients)
-    else:
-        tiled.run(problem, isa, operands, found, gradients)
-    if not found.held.all():
-        rest = ~(found.held | np.isneginf(lse))
-        _rows(problem, True, rest, operands, lse, found.exact_delta, gradients)
+    """The rows that were left out, but for those that see no key."""
+    _rows(problem, True, skip & ~np.isneginf(lse), operands, lse, delta, gradients)
 
 
 def _rows(

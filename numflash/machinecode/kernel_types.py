@@ -7,6 +7,7 @@ from typing import Any
 from numba.core import types
 from numba.core.types import containers
 
+from ..cpu.backward import held
 from ..cpu.backward import operands as backward_operands
 from ..cpu.decode.task_data import Scratch, Store
 from ..cpu.floats import flash_rows, float_state
@@ -101,17 +102,22 @@ def backward(kind: str = "float32") -> tuple[Any, ...]:
     stored = "float32" if kind == "float32" else "uint16"
     o3, o2 = array(stored, 3), array(stored, 2)
     options = (
-        INT, INT, integers, integers, array("bool_", 2), array("uint8", 5), array("float32", 5), FLOAT, f2,
+        INT, INT, integers, integers, array("uint8", 5), array("float32", 5), FLOAT, f2,
         score_tiles(), containers.UniTuple(INT, 2),
     )  # fmt: skip
+    given = f3, f3, f3, f3, f3, f2, integers, types.float64, types.boolean
+    booleans = array("bool_", 2)
+    found = booleans, booleans, f2, f2, array("float64", 2), array("int32", 3)
     return (
-        containers.NamedTuple((f3, f3, f3, f3, array("bool_", 2), f2, f2), b.Operands),
+        containers.NamedTuple(given, held.Given),
+        containers.NamedTuple(found, held.Found),
         containers.NamedUniTuple(FLOAT, 3, b.Factors),
         containers.NamedTuple(options, b.Options),
         containers.NamedUniTuple(INT, 5, b.Sizes),
         integers,
         containers.NamedTuple((f2, f2, f2, o2, o2, o2, o3, o3, o3, f2, f3, f3), b.Scratch),
         containers.NamedTuple((o3, o2, o3, o2, array("float32", 4)), b.Prepared),
+        containers.NamedUniTuple(f3, 3, b.Gradients),
         containers.NamedUniTuple(f3, 3, b.Gradients),
     )
 

@@ -6,7 +6,10 @@ import pytest
 from oracles import qkv
 
 import numflash
-from numflash.cpu.backward import flash_backward
+from numflash.cpu.backward import call, flash_backward, tiled
+from numflash.cpu.backward.held import Found, Given
+from numflash.cpu.backward.operands import Factors, Gradients, Prepared, Scratch, Sizes
+from numflash.cpu.launch_float import at_address
 from numflash.jit import target
 from numflash.machinecode import assembly
 
@@ -14,6 +17,8 @@ pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 from numflash.machinecode.emulator import Emulated
 
+ISA = "sve512"
+F = np.float32
 CASES = {
     "full": {},
     "causal": {"is_causal": True},
@@ -24,27 +29,58 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Kernels by instruction set and types of their arguments, kept for every case."""
+    """Kernels by the types of their arguments, kept for every case."""
     return {}
+
+
+def arguments_of(plan, operands):
+    """What a plan's call gives the kernel, in arrays: the emulated memory is not at its addresses.
+
+    Several query heads share keys here, and several workers a head's.
+    """
+    p = call.Numbers(*map(int, plan.numbers[: call.NUMBERS]))
+    nb, nh, nkv, length, s, d, dv = plan.shape
+    n, n_kv = nb * nh, nb * nkv
+    of_q, of_k, of_v, of_out = (n, length, d), (n_kv, s, d), (n_kv, s, dv), (n, length, dv)
+    shapes = of_q, of_k, of_v, of_out, of_out, (n, length), of_q, of_k, of_v
+    arrays = [at_address(x, shape, "=f4") for x, shape in zip(operands, shapes, strict=True)]
+    *found, counter = zeros(tiled.found_kinds(plan.shape, p.high))
+    sums = Gradients(*(np.zeros((n, *x.shape[1:]), F) for x in arrays[:3]))
+    factors, largest = plan.reals[:3], float(plan.reals[3])
+    return (
+        Given(*arrays[:6], plan.options.key_lengths, largest, bool(p.bounds)),
+        Found(*found),
+        Factors(*map(F, factors)),
+        plan.options,
+        Sizes(nh, nkv, s, p.splits, p.workers),
+        counter,
+        Scratch._make(zeros(tiled.scratch_kinds(ISA, (p.wide, p.columns), p.workers))),
+        Prepared._make(zeros(tiled.prepared_kinds(ISA, (p.high, p.wide, p.columns), n, p.splits))),
+        sums,
+        Gradients(*arrays[6:]),
+    )
+
+
+def zeros(kinds):
+    return [np.zeros(shape, dtype) for dtype, shape in kinds.values()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_by_scalable_tiles(case, kernels, monkeypatch):
     """dQ, dK, dV of an A64FX's code against float64; no multiply-add of NEON in any loop."""
-    make = flash_backward.make_backward
 
-    def emulated(isa):
-        def call(*arguments):
-            kinds = tuple(map(numba.typeof, arguments))
-            if kinds not in kernels:
-                kernels[kinds] = Emulated(make(isa), kinds, "a64fx", vector_bits=512)
-            kernels[kinds](*arguments)
+    def run(plan, operands):
+        arguments = arguments_of(plan, operands)
+        kinds = tuple(map(numba.typeof, arguments))
+        if kinds not in kernels:
+            kernel = flash_backward.make_backward(ISA)
+            kernels[kinds] = Emulated(kernel, kinds, "a64fx", vector_bits=512)
+        kernels[kinds](*arguments)
 
-        return call
-
-    monkeypatch.setattr(flash_backward, "make_backward", emulated)
-    monkeypatch.setattr(target, "require", lambda isa, isas=None: "sve512")
+    monkeypatch.setattr(tiled, "make_call", lambda isa: None)
+    monkeypatch.setattr(tiled.GradientPlan, "run", run)
+    monkeypatch.setattr(target, "require", lambda isa, isas=None: ISA)
     q, k, v = qkv(h=2, hkv=1, l=70, s=150, d=40)
     options = {**CASES[case], "enable_gqa": True}
     rng = np.random.default_rng(1)
@@ -56,7 +92,7 @@ def test_the_gradient_by_scalable_tiles(case, kernels, monkeypatch):
     exact = numflash.attention_backward(grad, q, k, v, out, lse, impl="reference", **options)
     for name, ours, theirs in zip(("dq", "dk", "dv"), found, exact, strict=True):
         assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max(), name
-    (run,) = list(kernels.values())[:1]
-    counts = [assembly.histogram(x.instructions) for x in assembly.loops(run.code.assembly)]
+    (kernel,) = list(kernels.values())[:1]
+    counts = [assembly.histogram(x.instructions) for x in assembly.loops(kernel.code.assembly)]
     assert max(x.get("fmla z.s", 0) for x in counts) >= 24
     assert not any("fmla v.4s" in x for x in counts)

@@ -54,6 +54,28 @@ def test_read_only_arrays_compile_nothing_anew():
     assert len(make_backward(ISAS[0]).signatures) == known
 
 
+def test_equal_calls_have_their_own_lengths_and_scales():
+    """What a call leaves for the next one is not changed with its arrays, nor taken by others."""
+    operands = drawn(b=2, l=20, s=70, d=8)
+    lengths = np.array([70, 33])
+
+    def check(**options):
+        out, lse = attention(*operands[1:], return_lse=True, impl="reference", **options)
+        found = attention_backward(*operands, out, lse, **options)
+        close(found, operands, **options)
+
+    check(key_lengths=lengths)
+    lengths[:] = 5, 70
+    for _ in range(2):
+        check(key_lengths=lengths)
+        check(key_lengths=np.array([70, 33]))
+        check(is_causal=True, alignment="lower_right")
+        check(is_causal=True)
+        check(window=(9, 3))
+        check(scale=0.7)
+        check(softcap=3.0)
+
+
 @pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 @pytest.mark.parametrize("ndim", [2, 3, 4])

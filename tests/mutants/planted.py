@@ -263,9 +263,7 @@ MUTANTS = [
     ),
     # ---- gradients
     Mutant("cpu/backward/held.py", "abs(lse) < LARGEST_LSE", "abs(lse) <= np.inf", BACKWARD),
-    Mutant(
-        "cpu/launch_backward.py", "scale = max(1.0, abs(problem.scale))", "scale = 0.0", BACKWARD
-    ),
+    Mutant("cpu/backward/tiled.py", "return max(1.0, abs(problem.scale))", "return 0.0", BACKWARD),
     Mutant(
         "cpu/backward/head_rows.py",
         "for p in range(1, parts.shape[1]):",
@@ -286,8 +284,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/backward/flash_backward.py",
-        "                take_block(x, options.hidden, head.n_kv, key, keys, work)",
-        "                take_block(x, options.hidden[:0], head.n_kv, key, keys, work)",
+        "take(x.k, x.hidden, n_kv",
+        "take(x.k, x.hidden[:0], n_kv",
         BACKWARD,
     ),
     Mutant(

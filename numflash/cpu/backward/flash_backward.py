@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import inline, kernel
+from ...jit.compiler import bare, inline, separate
 from ...jit.parallel import over_tasks
 from ..floats.float_isas import FLOAT_ISAS
 from ..floats.float_rows import row_narrow, row_scale
@@ -45,8 +45,9 @@ from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import next_task
 from .edge_rows import Dense, make_edge_rows
-from .head_rows import make_head_rows, store_rows
-from .operands import KEYS, QUERIES, Scratch
+from .head_rows import add_parts, make_head_rows, store_rows
+from .held import examine
+from .operands import KEYS, QUERIES, Operands, Scratch
 from .row_gradients import row_gradients
 
 F = np.float32
@@ -59,6 +60,7 @@ class Head(NamedTuple):
     b: int
     h: int
     n_kv: int
+    hidden: np.ndarray
     q: np.ndarray
     q_packed: np.ndarray
     do: np.ndarray
@@ -107,7 +109,7 @@ def make_backward(name: str):
     narrow = row_narrow(name) if group == 2 else None
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     visible, keys_seen, call_functions, change = make_edge_rows(name)
-    prepare, _, take, pair = make_head_rows(name)
+    prepare, prepare_all, take, pair = make_head_rows(name)
     matrix = name.startswith("amx")
     score = score_tile(name, nv, scaled=not matrix)
     scale = row_scale(name)
@@ -196,8 +198,7 @@ def make_backward(name: str):
             lo, hi = visible(options, head.b, key + r, s)
             lo = min(max(lo - tile.query, 0), columns)
             hi = min(max(hi - tile.query, 0), columns)
-            hidden = options.hidden
-            if hidden.size > 0 and key + r < s and hidden[head.n_kv, key + r]:
+            if key + r < s and head.hidden[key + r]:
                 hi = lo
             changed = always or lo > 0 or hi < columns
             at = r * QUERIES
@@ -241,16 +242,16 @@ def make_backward(name: str):
         b, h = n // sizes.heads, n % sizes.heads
         n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
         return Head(
-            b, h, n_kv, room.q[slot], room.q_packed[slot], room.do[slot], room.do_packed[slot],
+            b, h, n_kv, x.hidden[n_kv], room.q[slot], room.q_packed[slot], room.do[slot], room.do_packed[slot],
             x.lse[n], x.delta[n], room.dq[slot, split],
         )  # fmt: skip
 
     @inlined
-    def take_block(x, hidden, n_kv, key, keys, work):
+    def take_block(x, n_kv, key, keys, work):
         """K and V of a block of keys; its gradients are 0 so far."""
-        take(x.k, hidden, n_kv, key, keys, work.room, work.k)
+        take(x.k, x.hidden, n_kv, key, keys, work.room, work.k)
         pair(work.k, keys, work.k_right)
-        take(x.v, hidden, n_kv, key, keys, work.room, work.v)
+        take(x.v, x.hidden, n_kv, key, keys, work.room, work.v)
         work.dk[:keys] = F(0)
         work.dv[:keys] = F(0)
 
@@ -286,6 +287,17 @@ def make_backward(name: str):
                 scratch.dk[worker], scratch.dv[worker],
             )  # fmt: skip
 
+    @inline
+    def of_groups(x, group):
+        return x.reshape(x.shape[0] // group, group, x.shape[1], x.shape[2])
+
+    @bare
+    def any_true(x):
+        found = False
+        for bit in x.reshape(x.size):
+            found |= bit
+        return found
+
     @inline(twice=True)
     def work_of(worker, x, factors, options, sizes, counter, scratch, room, out):
         """One worker: shares, as long as there are any."""
@@ -316,7 +328,7 @@ def make_backward(name: str):
             # interleaved: causal shares are equal
             for key in range(split * block_keys, s, splits * block_keys):
                 keys = min(block_keys, (s - key + mr - 1) // mr * mr)
-                take_block(x, options.hidden, head.n_kv, key, keys, work)
+                take_block(x, head.n_kv, key, keys, work)
                 first, stop = query_span(options, head.b, key, keys, length, s)
                 for query in range(first // QUERIES * QUERIES, stop, QUERIES):
                     tile, called = tile_at(options, dense, head, key, keys, query, length, s)
@@ -332,14 +344,32 @@ def make_backward(name: str):
                 store_rows(head.dq, x.q.shape[1], factors.dq, out.dq[n], 0)
         end_tiles()
 
-    @kernel
-    def run(x, factors, options, sizes, counter, scratch, room, out):
-        """All shares of all heads.
+    @separate
+    def run(given, found, factors, options, sizes, counter, scratch, room, sums, out):
+        """The gradients of all rows that float32 holds: whether it does not hold all.
 
-        x Operands; factors Factors; counter (1,) int64 zero; room Prepared, which with splits has
-        all heads; out Gradients.
+        given Given; found Found, filled here; factors Factors; options Options; sizes Sizes;
+        counter (1,) int64; scratch Scratch; room Prepared, which with splits has all heads; sums
+        and out Gradients, written: `sums` is out, or where several query heads share keys has
+        copies of dk and dv for each.
         """
-        given = (x, factors, options, sizes, counter, scratch, room, out)
-        over_tasks(work_of, sizes.workers, given)
+        examine(given, found)
+        if sizes.splits > 1:
+            prepare_all(given.q, found.skip, room.q, room.q_packed)
+            prepare_all(given.do, found.skip, room.do, room.do_packed)
+        x = Operands(
+            given.q, given.k, given.v, given.do, found.skip, found.hidden, found.lse, found.delta
+        )
+        counter[0] = 0
+        over_tasks(
+            work_of, sizes.workers, (x, factors, options, sizes, counter, scratch, room, sums)
+        )
+        if sizes.splits > 1:
+            add_parts(room.dq, factors.dq, out.dq)
+        group = sizes.heads // sizes.kv_heads
+        if group > 1:
+            add_parts(of_groups(sums.dk, group), factors.dq, out.dk)
+            add_parts(of_groups(sums.dv, group), F(1), out.dv)
+        return any_true(found.skip)
 
     return run

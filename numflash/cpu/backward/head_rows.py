@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import bare, inline
 from ...jit.memory import reinterpret, uncleared
 from ...jit.parallel import over_tasks
 from ..floats.float_isas import FLOAT_ISAS
@@ -146,7 +146,7 @@ def make_head_rows(name: str) -> HeadRows:
         n = task // chunks
         prepare(x, skip, n, task % chunks, right[n], packed[n])
 
-    @kernel
+    @inline
     def prepare_all(x, skip, right, packed):
         chunks = (right.shape[1] + QUERIES - 1) // QUERIES
         over_tasks(prepare_one, right.shape[0] * chunks, (x, skip, right, packed))
@@ -170,7 +170,7 @@ def _add_chunk(task, parts, factor, out):
             target[e] *= factor
 
 
-@kernel
+@inline
 def add_parts(parts, factor, out):
     """out (N, rows, D) = the sum of parts (N, P, at least rows, at least D), in order, * factor."""
     chunks = (out.shape[1] + CHUNK - 1) // CHUNK

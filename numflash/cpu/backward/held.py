@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, kernel
+from ...jit.compiler import bare, inline, kernel
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LOG2E
 from ...numerics.quantize_kernels import INFINITE, largest_bits
@@ -44,17 +44,17 @@ class Given(NamedTuple):
 class Found(NamedTuple):
     """What `examine` finds out.
 
-    held : (N, L) bool, rows that are finite and whose scores and gradients stay far from the
-        largest float
+    skip : (N, L) bool, rows that are left out: not finite, or their scores or gradients come near
+        the largest float
     hidden : (Nkv, S) bool, keys beyond their sequence's length or that are not finite
-    lse : (N, padded L) float32 in units of log2, +inf for rows that are not held or not there
+    lse : (N, padded L) float32 in units of log2, +inf for rows that are left out or not there
     delta : (N, padded L) float32 rowsum(dO * O), 0 for those
     exact_delta : (N, L) float64, of all rows
     largest : (Nkv, chunks of S, 2) int32, bits of the largest magnitudes of keys and values, of finite
         ones unless the problem `bounds` scores
     """
 
-    held: np.ndarray
+    skip: np.ndarray
     hidden: np.ndarray
     lse: np.ndarray
     delta: np.ndarray
@@ -134,26 +134,32 @@ def _examine_rows(task, given, found):
             )
             lse, delta = np.float64(given.lse[n, i]), _dot(given.do[n, i], given.out[n, i])
             held = _is_held(q, do, k, v, delta, lse, widths, given.scale)
-            found.held[n, i], found.exact_delta[n, i] = held, delta
+            found.skip[n, i], found.exact_delta[n, i] = not held, delta
         found.lse[n, i] = F(lse * LOG2E) if held else F(np.inf)
         found.delta[n, i] = F(delta) if held else F(0)
 
 
-@kernel
-def _examine(given, found):
+@inline
+def examine(given, found):
+    """Fill `found`, whose arrays hold anything before."""
     over_tasks(_examine_keys, found.largest.shape[0] * found.largest.shape[1], (given, found))
     chunks = (found.lse.shape[1] + CHUNK - 1) // CHUNK
     over_tasks(_examine_rows, found.lse.shape[0] * chunks, (given, found))
 
 
-def examine(given: Given, padded: int) -> Found:
-    """What float32 holds of a problem; `padded` is L in whole panels."""
+@kernel
+def _examine(given, found):
+    examine(given, found)
+
+
+def found_of(given: Given) -> Found:
+    """What float32 holds of a problem."""
     (n, length), (n_kv, s) = given.q.shape[:2], given.k.shape[:2]
     found = Found(
         np.empty((n, length), np.bool_),
         np.empty((n_kv, s), np.bool_),
-        np.empty((n, padded), F),
-        np.empty((n, padded), F),
+        np.empty((n, length), F),
+        np.empty((n, length), F),
         np.empty((n, length), np.float64),
         np.empty((n_kv, -(-s // CHUNK), 2), I),
     )

@@ -35,7 +35,8 @@ class Operands(NamedTuple):
     """float32 arrays of N query heads and Nkv KV heads.
 
     q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) : contiguous
-    skip : (N, L) bool, rows of q and do that may hold anything; empty if none
+    skip : (N, L) bool, rows of q and do that may hold anything
+    hidden : (Nkv, S) bool, keys and values that may
     lse : (N, padded L) in units of log2, +inf for a row that takes no part
     delta : (N, padded L) rowsum(dO * O)
     """
@@ -45,6 +46,7 @@ class Operands(NamedTuple):
     v: np.ndarray
     do: np.ndarray
     skip: np.ndarray
+    hidden: np.ndarray
     lse: np.ndarray
     delta: np.ndarray
 
@@ -128,7 +130,6 @@ class Options(NamedTuple):
     the tiles.
 
     left, right, diagonal, key_lengths : as in `semantics.Semantics`
-    hidden : (Nkv, S) bool, keys to leave out; empty if none
     mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four
         sizes may be 1
     softcap : float32, 0 = none
@@ -142,7 +143,6 @@ class Options(NamedTuple):
     right: int
     diagonal: np.ndarray
     key_lengths: np.ndarray
-    hidden: np.ndarray
     mask: np.ndarray
     bias: np.ndarray
     softcap: float
@@ -201,15 +201,15 @@ def transposed(x: np.ndarray | None, dtype: type) -> np.ndarray:
     return out
 
 
-def options_of(problem: Problem, hidden: np.ndarray) -> Options:
+def options_of(problem: Problem) -> Options:
+    """The options as the kernel takes them."""
     bias = transposed(problem.bias, F)
     mask = (bias != HIDDEN).view(np.uint8) if bias.size else transposed(problem.mask, np.uint8)
     return Options(
         NO_LIMIT if problem.left is None else problem.left,
         NO_LIMIT if problem.right is None else problem.right,
-        np.asarray(problem.diagonal, np.int64),
-        np.asarray(problem.key_lengths, np.int64),
-        hidden if hidden.any() else hidden[:0],
+        np.array(problem.diagonal, np.int64),  # a plan keeps them
+        np.array(problem.key_lengths, np.int64),
         mask,
         bias,
         F(problem.softcap * LOG2E),

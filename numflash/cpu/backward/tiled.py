@@ -1,166 +1,206 @@
-"""From the operands of a problem to the tiled gradient.
-
-Shares of the work, scratch memory by name, and the sums of copies.
-"""
+"""What equal calls of the tiled gradient have in common: shares of the work and scratch memory."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import numpy as np
 
-from ...jit.scratch import Places, scratch
-from ...jit.threads import count
+from ...jit import guard
+from ...jit.scratch import Layout, scratch
 from ...numerics.fixedpoint import LOG2E
+from ...tiling import Store
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import padded
+from ..launch_float import at_address
+from ..semantics import Semantics, option_numbers
 from . import flash_backward
-from .head_rows import add_parts, make_head_rows
-from .held import Found
-from .operands import (
-    KEYS,
-    QUERIES,
-    Factors,
-    Gradients,
-    Operands,
-    Prepared,
-    Scratch,
-    Sizes,
-    options_of,
-)
+from .call import PLACES, Numbers, make_call
+from .held import CHUNK
+from .operands import KEYS, QUERIES, Options, options_of
 
 F = np.float32
 TASKS = 16  # shares that a problem is cut into, at least, where it has so many key blocks
 FINITE = float(np.finfo(F).max)
-Kinds = dict[str, tuple[Any, tuple[int, ...]]]  # names, dtypes and shapes of arrays
+Kinds = dict[str, tuple[Any, tuple[int, ...]]]  # names of `Numbers`, dtypes and shapes of arrays
+Shape = tuple[int, ...]
 
 
-def run(
-    problem: Problem,
-    isa: str,
-    operands: tuple[np.ndarray, ...],
-    found: Found,
-    gradients: tuple[np.ndarray, ...],
-) -> None:
-    """dQ, dK and dV of all rows that float32 holds, by the kernel of `isa`.
+class GradientPlan:
+    """Places in scratch memory, options as numbers: equal are calls of the same shapes and options.
 
-    operands q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32, contiguous; found as
-    `held.examine` finds it; gradients as q, k and v, written.
+    A plan may be used by many threads at a time.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its query, key and value count by their shapes; its masks, lengths and slopes are the plan's
+        own.
+    isa : str
+        An instruction set with register tiles.
+    workers : int
+        Threads that share the work.
     """
-    _, nh, nkv, _, s, _, _ = problem.shape
-    q, k, v, do = operands
-    dq, dk, dv = gradients
-    n, group = q.shape[0], nh // nkv
-    workers = count()
-    splits = max(1, min(-(-TASKS // n), -(-s // flash_backward.keys_of_block(isa))))
-    factor, scale = (
-        F(min(max(x, -FINITE), FINITE)) for x in (problem.scale * LOG2E, problem.scale)
-    )
-    with scratch.built(_places(isa, problem.shape, workers, splits)) as (own, room, copies):
-        stored = copies or (dk, dv)
-        skip = found.held[:, :0] if found.held.all() else ~found.held
-        if splits > 1:
-            prepare_all = make_head_rows(isa).prepare_all
-            prepare_all(q, skip, room.q, room.q_packed)
-            prepare_all(do, skip, room.do, room.do_packed)
-        flash_backward.make_backward(isa)(
-            Operands(q, k, v, do, skip, found.lse, found.delta),
-            Factors(factor, scale, F(1) if group > 1 else scale),
-            options_of(problem, found.hidden),
-            Sizes(nh, nkv, s, splits, workers),
-            np.zeros(1, np.int64),
-            own,
-            room,
-            Gradients(dq, *stored),
+
+    def __init__(self, problem: Problem, isa: str, workers: int) -> None:
+        shape = self.shape = problem.shape
+        nb, nh, nkv, length, s, d, dv = shape
+        blocks = -(-s // flash_backward.keys_of_block(isa))
+        splits = max(1, min(-(-TASKS // (nb * nh)), blocks))
+        factor, scale = (
+            min(max(x, -FINITE), FINITE) for x in (problem.scale * LOG2E, problem.scale)
         )
-        if splits > 1:
-            add_parts(room.dq, scale, dq)
-        if group > 1:
-            for part, by, whole in zip(stored, (scale, F(1)), (dk, dv), strict=True):
-                add_parts(part.reshape(-1, group, *part.shape[1:]), by, whole)
-
-
-class Memory(NamedTuple):
-    """Scratch memory of a call."""
-
-    own: Scratch
-    prepared: Prepared
-    copies: tuple[np.ndarray, ...]  # dK and dV of each query head, where several share keys
-
-
-@functools.lru_cache(64)
-def _places(isa: str, shape: tuple[int, ...], workers: int, splits: int) -> Places:
-    """Where the arrays of `Memory` are, for a problem's shape."""
-    nb, nh, nkv, length, s, d, dv = shape
-    n, copied = nb * nh, nh > nkv
-    kinds = _scratch_kinds(isa, (d, dv), workers)
-    kinds |= _prepared_kinds(isa, (length, d, dv), workers if splits == 1 else n, splits)
-    if copied:
-        kinds |= {"copies of dk": (F, (n, s, d)), "copies of dv": (F, (n, s, dv))}
-
-    def build(arrays: dict[str, np.ndarray]) -> Memory:
-        named = dict(zip(kinds, arrays.values(), strict=True))
-        room = Prepared._make(named[name] for name in Prepared._fields)
-        copies = (named["copies of dk"], named["copies of dv"]) if copied else ()
-        return Memory(_scratch_of(named), room, copies)
-
-    return Places({f"backward {name}": kind for name, kind in kinds.items()}, build)
-
-
-def _columns(isa: str, sizes: tuple[int, int]) -> tuple[int, int]:
-    """Columns of Q and K, and of V and dO: whole vectors, and whole steps of products."""
-    unit = max(FLOAT_ISAS[isa].lanes, FLOAT_ISAS[isa].step)
-    return padded(sizes[0], unit), padded(sizes[1], unit)
-
-
-def _operand(isa: str) -> Any:
-    """The dtype of an instruction set's operands; bfloat16 as bits."""
-    return F if FLOAT_ISAS[isa].group == 1 else np.uint16
-
-
-def _scratch_kinds(isa: str, sizes: tuple[int, int], workers: int) -> Kinds:
-    """The arrays of `Scratch`; float32 has no memory of its own for some."""
-    operand, (wide, columns) = _operand(isa), _columns(isa, sizes)
-    tile = workers, KEYS * QUERIES
-    turned = workers, (QUERIES + FLOAT_ISAS[isa].rows) * KEYS
-    of_keys, of_values = (workers, KEYS, wide), (workers, KEYS, columns)
-    kinds: Kinds = {
-        "scores": (F, tile),
-        "slopes": (F, tile),
-        "transposed": (F, turned),
-        "k": (operand, of_keys),
-        "v": (operand, of_values),
-        "dk": (F, of_keys),
-        "dv": (F, of_values),
-    }
-    if FLOAT_ISAS[isa].group == 2:
-        kinds |= {
-            "p": (operand, tile),
-            "ds": (operand, tile),
-            "ds_turned": (operand, turned),
-            "k_right": (operand, of_keys),
-            "room": (F, (workers, KEYS * max(wide, columns))),
+        unit = max(FLOAT_ISAS[isa].lanes, FLOAT_ISAS[isa].step)  # whole vectors, steps of products
+        columns = padded(length, FLOAT_ISAS[isa].panel), padded(d, unit), padded(dv, unit)
+        kinds = found_kinds(shape, columns[0])
+        kinds |= scratch_kinds(isa, columns[1:], workers)
+        kinds |= prepared_kinds(isa, columns, workers if splits == 1 else nb * nh, splits)
+        shared = nb * nh if nh > nkv else 0
+        kinds |= {"copies_dk": (F, (shared, s, d)), "copies_dv": (F, (shared, s, dv))}
+        self.layout = Layout()
+        places = {
+            name: self.layout.add(f"backward {name}", math.prod(of) * np.dtype(kind).itemsize)
+            for name, (kind, of) in kinds.items()
         }
-    return kinds
+        self.options = options_of(problem)  # numbers hold addresses
+        numbers = Numbers(*shape, *columns, workers, splits, bounds(problem), **places)
+        self.numbers = np.array((*numbers, *option_numbers(_flat(self.options))), np.int64)
+        of_keys = 1.0 if shared else scale
+        cap = float(self.options.softcap)
+        reals = factor, scale, of_keys, largest_scale(problem), cap
+        self.reals = np.array(reals, np.float64)
+        self.call = make_call(isa)
+
+    def run(self, operands: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Gradients of the rows that float32 holds: which rows it does not, and the delta of all.
+
+        operands : addresses of q, k, v, do, out, lse, dq, dk and dv, as `call.make_call` takes them
+
+        Returns
+        -------
+        skip (N, L) bool, exact_delta (N, L) float64 as in `held.Found`; None where all are held
+        """
+        room, numbers = scratch.take(self.layout.nbytes), self.numbers
+        try:
+            if guard.ON:
+                numbers = numbers.copy()
+                buffers = self.layout.guarded()
+                numbers[PLACES] = [x.ctypes.data - room.address for x in buffers]
+            if not self.call(*operands, room.address, numbers, self.reals):
+                return None
+            nb, nh, _, length, _, _, _ = self.shape
+            skip, delta = (
+                at_address(
+                    room.address + int(numbers[Numbers._fields.index(name)]),
+                    (nb * nh, length),
+                    kind,
+                ).copy()
+                for name, kind in (("skip", "|b1"), ("exact_delta", "=f8"))
+            )
+            return skip, delta
+        finally:
+            scratch.give(room)
 
 
-def _prepared_kinds(isa: str, sizes: tuple[int, int, int], slots: int, splits: int) -> Kinds:
-    """The arrays of `Prepared`, for so many heads at a time; sizes: L, D, Dv."""
-    operand, (wide, columns) = _operand(isa), _columns(isa, sizes[1:])
-    high = padded(sizes[0], FLOAT_ISAS[isa].panel)
+_plans: Store[GradientPlan] = Store()
+
+
+def plan_of(problem: Problem, isa: str, workers: int) -> GradientPlan:
+    """The plan of a problem, kept for the next one whose options are numbers."""
+    arrays = problem.mask, problem.bias, problem.alibi_slopes, problem.functions
+    if any(x is not None for x in arrays):
+        return GradientPlan(problem, isa, workers)
+    key = (
+        isa, workers, problem.shape, problem.scale, problem.softcap, problem.left, problem.right,
+        problem.diagonal.tobytes(), problem.key_lengths.tobytes(),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = GradientPlan(problem, isa, workers)
+        _plans.keep(key, plan)
+    return plan
+
+
+def largest_scale(problem: Problem) -> float:
+    """What products of rows are multiplied by at most, at least 1, as `held.Given` takes it."""
+    return max(1.0, abs(problem.scale))
+
+
+def bounds(problem: Problem) -> bool:
+    """Whether a key that is not finite may have a finite score, as `held.Given` takes it."""
+    changed = problem.functions is not None and problem.functions.changes_scores
+    return bool(problem.softcap) or changed
+
+
+def _flat(options: Options) -> Semantics:
+    """The options whose numbers `call` reads: of a mask a block's keys and queries are one size."""
+    mask, bias = (
+        x.reshape(*x.shape[:3], x.shape[3] * x.shape[4]) for x in (options.mask, options.bias)
+    )
+    return Semantics(
+        options.left,
+        options.right,
+        options.diagonal,
+        options.key_lengths,
+        False,
+        mask,
+        bias,
+        bool(mask.size),
+        bool(bias.size),
+        options.softcap,
+        np.zeros((0, 0, 0), F),
+        options.slopes,
+        functions=options.functions,
+    )
+
+
+def found_kinds(shape: Shape, high: int) -> Kinds:
+    """The arrays of `held.Found`, and the counter of the shares."""
+    nb, nh, nkv, length, s, _, _ = shape
+    n, n_kv = nb * nh, nb * nkv
+    return {
+        "skip": (np.bool_, (n, length)),
+        "hidden": (np.bool_, (n_kv, s)),
+        "lse": (F, (n, high)),
+        "delta": (F, (n, high)),
+        "exact_delta": (np.float64, (n, length)),
+        "largest": (np.int32, (n_kv, -(-s // CHUNK), 2)),
+        "counter": (np.int64, (1,)),
+    }
+
+
+def scratch_kinds(isa: str, columns: Shape, workers: int) -> Kinds:
+    """The arrays of `Scratch`; float32 has no memory of its own for some."""
+    tiles, (wide, of_values) = FLOAT_ISAS[isa], columns
+    narrow = workers if tiles.group == 2 else 0
+    operand = np.uint16 if narrow else F
+    tile, turned = KEYS * QUERIES, (QUERIES + tiles.rows) * KEYS
+    return {
+        "scores": (F, (workers, tile)),
+        "slopes": (F, (workers, tile)),
+        "transposed": (F, (workers, turned)),
+        "p": (operand, (narrow, tile)),
+        "ds": (operand, (narrow, tile)),
+        "ds_turned": (operand, (narrow, turned)),
+        "k": (operand, (workers, KEYS, wide)),
+        "v": (operand, (workers, KEYS, of_values)),
+        "k_right": (operand, (narrow, KEYS, wide)),
+        "room": (F, (narrow, KEYS * max(wide, of_values))),
+        "dk": (F, (workers, KEYS, wide)),
+        "dv": (F, (workers, KEYS, of_values)),
+    }
+
+
+def prepared_kinds(isa: str, sizes: Shape, slots: int, splits: int) -> Kinds:
+    """The arrays of `Prepared`, for so many heads at a time; sizes: padded L, columns."""
+    tiles, (high, wide, columns) = FLOAT_ISAS[isa], sizes
+    operand = np.uint16 if tiles.group == 2 else F
     return {
         "q": (operand, (slots, high, wide)),
         "q_packed": (operand, (slots, high * wide)),
         "do": (operand, (slots, high, columns)),
         "do_packed": (operand, (slots, high * columns)),
-        "dq": (F, (slots, splits, high + FLOAT_ISAS[isa].rows, wide)),
+        "dq": (F, (slots, splits, high + tiles.rows, wide)),
     }
-
-
-def _scratch_of(named: dict[str, np.ndarray]) -> Scratch:
-    """`Scratch` of arrays by name; empty ones where there is none."""
-    none = dict.fromkeys(Scratch._fields, named["scores"][:, :0])
-    none["k_right"] = named["k"][:, :0]
-    return Scratch._make(named.get(name, none[name]) for name in Scratch._fields)
