@@ -71,7 +71,9 @@ def test_equal_calls_have_their_own_lengths_and_scales():
         check(key_lengths=np.array([70, 33]))
         check(is_causal=True, alignment="lower_right")
         check(is_causal=True)
+        check(window=(4, 3))
         check(window=(9, 3))
+        check()
         check(scale=0.7)
         check(softcap=3.0)
 

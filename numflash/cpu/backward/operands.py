@@ -208,8 +208,8 @@ def options_of(problem: Problem) -> Options:
     return Options(
         NO_LIMIT if problem.left is None else problem.left,
         NO_LIMIT if problem.right is None else problem.right,
-        np.array(problem.diagonal, np.int64),  # a plan keeps them
-        np.array(problem.key_lengths, np.int64),
+        np.asarray(problem.diagonal, np.int64),
+        np.asarray(problem.key_lengths, np.int64),
         mask,
         bias,
         F(problem.softcap * LOG2E),
