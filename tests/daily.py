@@ -4,7 +4,9 @@ import datetime
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Row = TypeVar("Row")
 WHOLE = os.environ.get("TABLE") == "whole"
@@ -22,6 +24,13 @@ def of_today(rows: Sequence[Row], parts: int) -> Sequence[Row]:
 def isas_of_today(isas: Sequence[Row]) -> Sequence[Row]:
     """The widest vectors, plain loops, and half of the instruction sets between."""
     return [*isas[:1], *of_today(isas[1:-1], 2), *isas[1:][-1:]]
+
+
+def between_slow(isas: Sequence[str]) -> list[Any]:
+    """`isas_of_today` as parameters: what is neither the best nor plain loops is for the slow tests."""
+    best, *others = isas_of_today(isas)
+    slow = [pytest.param(isa, marks=pytest.mark.slow) for isa in others[:-1]]
+    return [best, *slow, *others[-1:]]
 
 
 def left_out_today(names: Sequence[str]) -> set[int]:

@@ -129,7 +129,8 @@ def test_another_shape_of_query_gets_another_buffer():
     assert (two == engine._buffer).all()
 
 
-@pytest.mark.parametrize("dtype", ["int4", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int4", "bfloat16"])
 def test_demo_of_every_storage(monkeypatch, dtype):
     monkeypatch.setattr(demo_decode, "LAYERS", 1)
     assert set(demo_decode.BUDGET) == set(DTYPES)

@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import pytest
 from bits_cases import cases, digest
-from daily import isas_of_today, of_today
+from daily import between_slow, of_today
 
 from numflash import reference
 from numflash.cpu import launch
@@ -42,7 +42,7 @@ def in_process(isa, threads, **environment):
     return {line[65:]: line[:64] for line in done.stdout.splitlines()}
 
 
-@pytest.mark.parametrize("isa", isas_of_today(target.available()))
+@pytest.mark.parametrize("isa", between_slow(target.available()))
 def test_every_instruction_set_gives_the_bits_of_the_model(isa, model):
     for name, (problem, out, lse) in model.items():
         got, got_lse = launch.run(problem, isa)
