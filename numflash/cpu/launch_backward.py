@@ -54,10 +54,11 @@ def run(
         q, k, v, do, out, lse = map(to_float32, operands)
         products = nb * nh * length * s * (3 * d + 2 * dv)
         threads = min(count(), workers("float32", products))
-        with one_at_a_time():
-            if isa == "portable":
-                with limit(threads):
-                    _portable(problem, (q, k, v, do), out, lse, (dq, dk, dv_))
+        portable = isa == "portable"
+        # tiled kernels set the number themselves; it is restored after an error in them, too
+        with one_at_a_time(), limit(threads if portable else None):
+            if portable:
+                _portable(problem, (q, k, v, do), out, lse, (dq, dk, dv_))
             else:
                 plan = tiled.plan_of(problem, isa, threads)
                 _tiled(problem, plan, (q, k, v, do), out, lse, (dq, dk, dv_))
