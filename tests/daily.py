@@ -27,7 +27,7 @@ def isas_of_today(isas: Sequence[Row]) -> Sequence[Row]:
 
 
 def between_slow(isas: Sequence[str]) -> list[Any]:
-    """`isas_of_today` as parameters: what is neither the best nor plain loops is for the slow tests."""
+    """`isas_of_today` as parameters of a test; those between the best one and plain loops are slow."""
     best, *others = isas_of_today(isas)
     slow = [pytest.param(isa, marks=pytest.mark.slow) for isa in others[:-1]]
     return [best, *slow, *others[-1:]]
@@ -36,8 +36,8 @@ def between_slow(isas: Sequence[str]) -> list[Any]:
 def left_out_today(names: Sequence[str]) -> set[int]:
     """Places of the names that are left out: of each file's tests two thirds, by the date.
 
-    A test runs on every third day; after six days one day later, so that each row of a table of
-    which a day has a part (`of_today`, up to six parts) gets its turn too.
+    A test runs on every third day. Every six days its turn moves by one day: otherwise a row of a
+    table that `of_today` has every third day would be left out on each of its days.
     """
     if WHOLE:
         return set()

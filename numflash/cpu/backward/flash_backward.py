@@ -289,10 +289,12 @@ def make_backward(name: str):
 
     @inline
     def of_groups(x, group):
+        """(N, S, D) as (Nkv, query heads that share keys, S, D)."""
         return x.reshape(x.shape[0] // group, group, x.shape[1], x.shape[2])
 
     @bare
     def any_true(x):
+        """Whether one of an array of bool is true."""
         found = False
         for bit in x.reshape(x.size):
             found |= bit

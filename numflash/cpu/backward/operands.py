@@ -36,7 +36,7 @@ class Operands(NamedTuple):
 
     q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) : contiguous
     skip : (N, L) bool, rows of q and do that may hold anything
-    hidden : (Nkv, S) bool, keys and values that may
+    hidden : (Nkv, S) bool, rows of k and v that may
     lse : (N, padded L) in units of log2, +inf for a row that takes no part
     delta : (N, padded L) rowsum(dO * O)
     """

@@ -64,7 +64,7 @@ class GradientPlan:
             name: self.layout.add(f"backward {name}", math.prod(of) * np.dtype(kind).itemsize)
             for name, (kind, of) in kinds.items()
         }
-        self.options = options_of(problem)  # numbers hold addresses
+        self.options = options_of(problem)  # the numbers hold the addresses of its arrays
         numbers = Numbers(*shape, *columns, workers, splits, bounds(problem), **places)
         self.numbers = np.array((*numbers, *option_numbers(_flat(self.options))), np.int64)
         of_keys = 1.0 if shared else scale
@@ -135,7 +135,9 @@ def bounds(problem: Problem) -> bool:
 
 
 def _flat(options: Options) -> Semantics:
-    """The options whose numbers `call` reads: of a mask a block's keys and queries are one size."""
+    """The options as `option_numbers` takes them: the keys of mask and bias and the queries of a block,
+    their last two sizes, as one.
+    """
     mask, bias = (
         x.reshape(*x.shape[:3], x.shape[3] * x.shape[4]) for x in (options.mask, options.bias)
     )
