@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import numpy as np
 from . import validation
 from .dispatch import plans
 from .dispatch.backends import solve, solve_backward
+from .dispatch.option_gradients import OPERANDS, named, of_mask, of_sinks, refuse_on_card
 from .errors import ArgumentError, UnsupportedError
 from .interop.arguments import choice, refuse_unknown
-from .interop.arrays import convert, deliver, on_device, restore
+from .interop.arrays import convert, deliver, import_array, on_device, restore
 from .validation.options import COMMON, IMPLS, Options
 
 
@@ -180,10 +182,11 @@ def attention_backward(
     score_mod: Any = None,
     block_mask: Any = None,
     impl: str = "auto",
-) -> tuple[Any, Any, Any]:
-    """The gradients of `attention` with respect to query, key and value.
+    wrt: Sequence[Any] = OPERANDS,
+) -> tuple[Any, ...]:
+    """The gradients of `attention` with respect to query, key and value, or to what `wrt` names.
 
-    Recomputed tile by tile, the score matrix never stored.
+    Recomputed tile by tile; no matrix of scores is stored unless `wrt` needs it.
 
     FlashAttention 2, algorithm 2 (Dao 2023). Equal inputs give equal bits on every run and at every
     thread count.
@@ -200,18 +203,22 @@ def attention_backward(
         more keys than these (from `merge_states`), the result is what these keys add to the
         gradients.
     options
-        attn_mask, ..., sinks, precision, layout: as for `attention`. Mask, slopes and sinks are
-        constants: their own gradients are not computed.
+        attn_mask, ..., sinks, precision, layout: as for `attention`. ALiBi's slopes are constants.
     score_mod, block_mask : as for `flex_attention`
-        Captured arrays are constants too.
     precision : "float32", "bfloat16" or "float16"
         What the operands are rounded to; sums are float32. "int8" has no gradient.
     impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
         As `attention` takes it. Device arrays are computed on the card that holds them.
+    wrt : sequence of names and captured arrays
+        What gradients are returned of, in this order: "query", "key", "value", "attn_mask" (a float
+        mask or position bias), "sinks", "scores" (those that the softmax takes), and float arrays
+        that `score_mod` has captured, as objects. Masks, scores and captured arrays take memory for
+        B * H * L * S float32 and are not differentiated on a card; nor are sinks of device arrays.
 
     Returns
     -------
     dq, dk, dv : as query, key and value: shape, layout, kind and dtype (float32 for float64)
+        Or what `wrt` names, each as what was given; scores (B, H, L, S) float32, of the query's kind.
 
     Notes
     -----
@@ -242,7 +249,24 @@ def attention_backward(
         layout=layout,
     )
     functions = (score_mod, block_mask)
-    return differentiate((grad_out, query, key, value, out, lse), options, impl, functions)
+    arrays = (grad_out, query, key, value, out, lse)
+    if wrt is OPERANDS:
+        return differentiate(arrays, options, impl, functions)
+    names, captured = named(wrt, options)
+    tables = None
+    if captured:
+        from .flex.captured_arrays import captured_by
+
+        tables = captured_by(score_mod, captured)
+    found = differentiate(arrays, options, impl, functions, wrt=names, tables=tables)
+    by_name = dict(zip(names, found, strict=False))
+    others = iter(zip(captured, found[len(names) :], strict=True))
+    return tuple(by_name[x] if isinstance(x, str) else _as_given(*next(others)) for x in wrt)
+
+
+def _as_given(x: Any, gradient: np.ndarray) -> Any:
+    """The gradient of a captured array as what was captured."""
+    return deliver(gradient, None, import_array("wrt", x), False)
 
 
 def differentiate(
@@ -251,13 +275,16 @@ def differentiate(
     impl: str,
     functions: tuple[Any, Any] = (None, None),
     call: plans.Key = None,
-) -> tuple[Any, Any, Any]:
+    wrt: Sequence[str] = OPERANDS,
+    tables: Any = None,
+) -> tuple[Any, ...]:
     """`attention_backward` with its options checked.
 
     Arrays are grad_out, query, key, value, out and lse.
 
     functions : score_mod and block_mask
     call : key of the next calls, for which it leaves a plan if the arrays are on a card
+    tables : `flex.captured_arrays.Captured` or None; gradients of its arrays follow those of `wrt`
     """
     grad_out, query, key, value, out, lse = arrays
     choice("impl", impl, IMPLS)
@@ -271,7 +298,9 @@ def differentiate(
     if there:
         from .cuda.arrays import attention_backward
 
-        return attention_backward(grad_out, query, key, value, out, lse, options, _kept(call))
+        refuse_on_card(wrt)
+        on_card = attention_backward(grad_out, query, key, value, out, lse, options, _kept(call))
+        return tuple(on_card[OPERANDS.index(name)] for name in wrt)
     taken = validation.import_operands(query, key, value)
     layout = options.layout
     problem = validation.problem_of(taken, options)
@@ -281,11 +310,26 @@ def differentiate(
         problem = with_functions(problem, *functions, impl)
     shape = taken[0].array.shape
     operands = validation.gradient_operands(problem, shape, grad_out, out, lse, layout)
-    dq, dk, dv = (
-        deliver(restore(x, len(shape), layout), None, t, False)
-        for x, t in zip(solve_backward(problem, operands, impl), taken, strict=True)
-    )
-    return dq, dk, dv
+    scores = None
+    if tables is not None or not {"attn_mask", "scores"}.isdisjoint(wrt):
+        nb, nh, _, rows, keys, _, _ = problem.shape
+        scores = np.zeros((nb, nh, rows, keys), np.float32)
+    found = solve_backward(problem, operands, impl, scores=scores)
+    gradients = {
+        name: deliver(restore(x, len(shape), layout), None, t, False)
+        for name, x, t in zip(OPERANDS, found, taken, strict=True)
+    }
+    if problem.sinks is not None and "sinks" in wrt:
+        sinks = import_array("sinks", options.sinks)
+        gradients["sinks"] = deliver(of_sinks(problem.sinks, *operands), None, sinks, False)
+    if scores is None:
+        return tuple(gradients[name] for name in wrt)
+    gradients["scores"] = taken[0].export(scores, "float32")
+    if "attn_mask" in wrt:
+        mask = import_array("attn_mask", options.attn_mask)
+        gradients["attn_mask"] = deliver(of_mask(scores, mask.array.shape), None, mask, False)
+    others = [] if tables is None else tables.gradients(problem, scores)
+    return (*(gradients[name] for name in wrt), *others)
 
 
 def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **options: Any) -> Any:

@@ -111,10 +111,11 @@ def naive_gradients(
     alibi_slopes=None,
     sinks=None,
     dtype=np.float64,
+    with_scores=False,
 ):
     """Gradients of `naive` by the chain rule, a head's whole score matrix in memory.
 
-    Returns dq, dk and dv; all in `dtype`.
+    Returns dq, dk, dv, and those (B, H, L, S) of the scores that the softmax takes; all in `dtype`.
     """
     grad_out, query, key, value = (np.asarray(x, dtype) for x in (grad_out, query, key, value))
     nb, nh, length, d = query.shape
@@ -124,6 +125,7 @@ def naive_gradients(
     left, right = (np.inf if side is None else side for side in window)
     right = 0 if is_causal else right
     dq, dk, dv = (np.zeros(x.shape, dtype) for x in (query, key, value))
+    of_scores = np.zeros((nb, nh, length, s), dtype)
     for b, h in np.ndindex(nb, nh):
         g = h // (nh // nkv)
         q = query[b, h]
@@ -159,10 +161,11 @@ def naive_gradients(
         total = p.sum(-1, keepdims=True) + np.exp(sink - top)
         p = p / np.where(total > 0, total, dtype(1))
         dp = do @ v.T
-        ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * slope
+        of_scores[b, h] = p * (dp - (p * dp).sum(-1, keepdims=True))
+        ds = of_scores[b, h] * slope
         dq[b, h], dk[b, g], dv[b, g] = (
             ds @ k * scale,
             dk[b, g] + ds.T @ q * scale,
             dv[b, g] + p.T @ do,
         )
-    return dq, dk, dv
+    return (dq, dk, dv, of_scores) if with_scores else (dq, dk, dv)

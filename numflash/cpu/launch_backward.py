@@ -33,12 +33,15 @@ def run(
     lse: np.ndarray,
     isa: str | None = None,
     results: Sequence[np.ndarray] | None = None,
+    scores: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float32, by the kernels of `isa`
     (None: the best of the target).
 
     grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous
-    arrays that are written, and returned, where they are given.
+    arrays that are written, and returned, where they are given. `scores`: contiguous float32 zeros
+    (B, H, L, S), which become the gradients of the scores that mask, bias and slopes were applied
+    to, 0 where a row does not attend to a key; or None.
     """
     bfloat16 = problem.precision == "bfloat16"
     isa = target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
@@ -58,10 +61,10 @@ def run(
         # tiled kernels set the number themselves; it is restored after an error in them, too
         with one_at_a_time(), limit(threads if portable else None):
             if portable:
-                _portable(problem, (q, k, v, do), out, lse, (dq, dk, dv_))
+                _portable(problem, (q, k, v, do), out, lse, (dq, dk, dv_), scores)
             else:
                 plan = tiled.plan_of(problem, isa, threads)
-                _tiled(problem, plan, (q, k, v, do), out, lse, (dq, dk, dv_))
+                _tiled(problem, plan, (q, k, v, do), out, lse, (dq, dk, dv_), scores)
     return dq, dk, dv_
 
 
@@ -71,12 +74,14 @@ def _portable(
     out: np.ndarray,
     lse: np.ndarray,
     results: tuple[np.ndarray, ...],
+    scores: np.ndarray | None,
 ) -> None:
     """All rows one at a time, those that float32 does not hold in float64."""
     q, k, v, do, out, lse = map(heads, (*operands, out, lse))
     numbers = problem.key_lengths, tiled.largest_scale(problem), tiled.bounds(problem)
     found = found_of(Given(q, k, v, do, out, lse, *numbers))
-    arrays, delta, gradients = (q, k, v, do), found.exact_delta, tuple(map(heads, results))
+    arrays, delta = (q, k, v, do), found.exact_delta
+    gradients = (*map(heads, results), _of_heads(scores))
     _rows(problem, False, ~found.skip, arrays, lse, delta, gradients)
     _rest(problem, found.skip, arrays, lse, delta, gradients)
 
@@ -88,17 +93,24 @@ def _tiled(
     out: np.ndarray,
     lse: np.ndarray,
     results: tuple[np.ndarray, ...],
+    scores: np.ndarray | None,
 ) -> None:
     """By register tiles; rows that float32 does not hold one at a time in float64."""
     q, k, v, do = operands
     dq, dk, dv = results
     q_at, k_at, v_at, do_at, lse_at = addresses(q, k, v, do, lse)
     out_at, dq_at, dk_at, dv_at, _ = addresses(out, dq, dk, dv, lse)
-    left = plan.run((q_at, k_at, v_at, do_at, out_at, lse_at, dq_at, dk_at, dv_at))
+    scores_at = 0 if scores is None else scores.ctypes.data
+    left = plan.run((q_at, k_at, v_at, do_at, out_at, lse_at, dq_at, dk_at, dv_at, scores_at))
     if left is not None:
         skip, delta = left
-        gradients = tuple(map(heads, results))
+        gradients = (*map(heads, results), _of_heads(scores))
         _rest(problem, skip, tuple(map(heads, operands)), heads(lse), delta, gradients)
+
+
+def _of_heads(scores: np.ndarray | None) -> np.ndarray:
+    """The gradients of scores as (N, L, S), empty where they are not wanted."""
+    return np.zeros((0, 0, 0), F) if scores is None else heads(scores)
 
 
 def _rest(
@@ -146,5 +158,6 @@ def _rows(
         (*operands, units, np.ones(lse.shape), delta, rows, *scales, options, nh, nkv, s, threads)
     )
     starts = np.searchsorted(rows, np.arange(lse.shape[0] + 1) * length)
-    query_pass(given, sinks.astype(np.float64), np.zeros(1, np.int64), gradients[0])
-    key_pass(given, starts, np.zeros(1, np.int64), *gradients[1:])
+    dq, dk, dv, scores = gradients
+    query_pass(given, sinks.astype(np.float64), np.zeros(1, np.int64), dq, scores)
+    key_pass(given, starts, np.zeros(1, np.int64), dk, dv)

@@ -84,17 +84,29 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
     return launch.run(problem, **options.get(impl, {}), **given)
 
 
+def refuse_gradient_of_mask(impl: str, asked: bool) -> None:
+    """Raise where a card is asked for the gradient of a float mask."""
+    if asked:
+        raise UnsupportedError(
+            f"impl: got {impl!r} with the gradient of a float mask, which CUDA has not; allowed: 'auto' with arrays "
+            "in host memory, 'cpu', 'portable', 'reference'"
+        )
+
+
 def solve_backward(
     problem: Problem,
     operands: tuple[np.ndarray, np.ndarray, np.ndarray],
     impl: str,
     results: Sequence[np.ndarray] | None = None,
+    scores: np.ndarray | None = None,
 ) -> Sequence[np.ndarray]:
     """dq (B, H, L, D), dk (B, Hkv, S, D), dv (B, Hkv, S, Dv), float32 or in the problem's own
     storage.
 
     operands : grad_out, out and lse, as `validation.gradient_operands` gives them
     results : contiguous float32 arrays of these shapes, to be written and returned, or None
+    scores : contiguous float32 zeros (B, H, L, S), or None
+        They become the gradients of the scores that mask and bias were applied to; not on a card.
     """
     if problem.precision == "int8":
         raise UnsupportedError(
@@ -105,13 +117,18 @@ def solve_backward(
         from ..cpu import launch_backward
 
         return launch_backward.run(
-            problem, *operands, isa="portable" if impl == "portable" else None, results=results
+            problem,
+            *operands,
+            isa="portable" if impl == "portable" else None,
+            results=results,
+            scores=scores,
         )
     if impl == "reference":
         from .. import reference
 
-        found = reference.gradients(problem, *operands)
+        found = reference.gradients(problem, *operands, scores)
     else:
+        refuse_gradient_of_mask(impl, scores is not None)
         from ..cuda.launch_backward import run
 
         found = run(problem, *operands, emulator=emulated_arch(impl))

@@ -6,14 +6,13 @@ May import: `dispatch`, `validation`, `interop`, `jit`; of the kernels only how 
 function, and the vectors' exp2.
 """
 
-from .attention import captured, flex_attention
+from .attention import flex_attention
 from .listing import listing
 from .masks import BlockMask, and_masks, create_block_mask, or_masks
 
 __all__ = [
     "BlockMask",
     "and_masks",
-    "captured",
     "create_block_mask",
     "flex_attention",
     "listing",

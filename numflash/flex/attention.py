@@ -115,13 +115,6 @@ def _supported_in_integers(problem: Problem, impl: str) -> None:
         )
 
 
-def captured(score_mod: ScoreFunction | None, mask_mod: Any) -> list[Any]:
-    """The arrays and tensors that the functions index."""
-    if score_mod is None and mask_mod is None:
-        return []
-    return list(prepare(score_mod, mask_mod).graph.owners)
-
-
 def flex_attention(
     query: Any,
     key: Any,

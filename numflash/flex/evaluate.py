@@ -11,13 +11,17 @@ from .graph import OPERATIONS, Graph, Node, reachable
 DTYPES = {"b": np.bool_, "i": np.int64, "f": np.float64}
 
 
+def inside(index: list[Any], shape: tuple[int, ...]) -> list[np.ndarray]:
+    """An index as it is read: a negative one counts from the end, one outside is clamped."""
+    found = []
+    for at, size in zip(index, shape, strict=True):
+        found.append(np.clip(np.where(at < 0, at + size, at), 0, size - 1))
+    return found
+
+
 def element(array: np.ndarray, index: list[Any]) -> np.ndarray:
-    """Elements of an array: negative indices count from the end, an index outside is clamped."""
-    inside = []
-    for at, size in zip(index, array.shape, strict=True):
-        at = np.where(at < 0, at + size, at)
-        inside.append(np.clip(at, 0, size - 1))
-    return array[tuple(inside)]
+    """Elements of an array by an index as `inside` takes it."""
+    return array[tuple(inside(index, array.shape))]
 
 
 def evaluate(graph: Graph, roots: tuple[Node, ...], arguments: dict[str, Any]) -> list[np.ndarray]:

@@ -1,4 +1,6 @@
-"""The derivative of a traced score function by its score, as nodes of the same graph."""
+"""The derivative of a traced score function by its score, or by an element of a captured array that
+it reads, as nodes of the same graph.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,14 @@ import math
 from .graph import ROUNDINGS, Graph, Node, Untraceable, reachable
 
 
-def derivative(graph: Graph, root: Node) -> Node:
-    """d root / d score; at kinks the side that PyTorch takes, through casts to integers 0."""
+def derivative(graph: Graph, root: Node, by: Node | None = None) -> Node:
+    """d root / d score, or by a load; at kinks the side that PyTorch takes, through casts to integers
+    0.
+    """
+    by = graph.score if by is None else by
     known: dict[int, Node] = {}
     for x in reachable([root]):
-        known[x.number] = _Rules(graph, x, [known[y.number] for y in x.args]).result()
+        known[x.number] = _Rules(graph, x, [known[y.number] for y in x.args]).result(by)
     return known[root.number]
 
 
@@ -22,17 +27,12 @@ class _Rules:
         self.graph, self.x, self.d = graph, x, d
         self.zero, self.one = graph.constant(0.0), graph.constant(1.0)
 
-    def result(self) -> Node:
+    def result(self, by: Node) -> Node:
         x = self.x
-        if x.op == "score":
+        if x is by:
             return self.one
-        if (
-            x.kind != "f"
-            or x.op in ("const", "load", "detach", *ROUNDINGS)
-            or "score" not in x.uses
-        ):
-            return self.zero
-        if all(d is self.zero for d in self.d):
+        constant = x.kind != "f" or x.op in ("load", "detach", *ROUNDINGS)
+        if constant or all(d is self.zero for d in self.d):
             return self.zero
         rule = getattr(self, x.op, None)
         if rule is None:

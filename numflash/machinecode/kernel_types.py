@@ -117,8 +117,8 @@ def backward(kind: str = "float32") -> tuple[Any, ...]:
         integers,
         containers.NamedTuple((f2, f2, f2, o2, o2, o2, o3, o3, o3, f2, f3, f3), b.Scratch),
         containers.NamedTuple((o3, o2, o3, o2, array("float32", 4)), b.Prepared),
-        containers.NamedUniTuple(f3, 3, b.Gradients),
-        containers.NamedUniTuple(f3, 3, b.Gradients),
+        containers.NamedUniTuple(f3, 4, b.Gradients),
+        containers.NamedUniTuple(f3, 4, b.Gradients),
     )
 
 

@@ -95,7 +95,12 @@ def _oracle_rows(problem, b, h, rows, q, k, v):
 
 
 def gradients(
-    problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, block: int = 512
+    problem: Problem,
+    grad_out: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    of_scores: np.ndarray | None = None,
+    block: int = 512,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float64, from dO, O (B, H, L,
     Dv) and LSE (B, H, L).
@@ -103,6 +108,8 @@ def gradients(
     P = exp(S - LSE), dV = P^T.dO, dS = P * (dO.V^T - rowsum(dO * O)), times the slope of softcap;
     dQ = dS.K * scale, dK = dS^T.Q * scale (FlashAttention 2, section 2.3.2). A key of weight 0
     takes no part, even where it is not finite. An LSE of `LARGEST_LSE` or more is recomputed.
+    `of_scores` (B, H, L, S), unless None, is written: dS without the slope of softcap, what a bias
+    has as gradient.
     """
     nb, nh, nkv, length, s, _, _ = problem.shape
     query, key, value = (
@@ -130,12 +137,11 @@ def gradients(
                     m = np.where(anew, top, m)
                     l = np.where(anew, total, l)
                 p = np.where((scores == -np.inf) | (m == -np.inf), 0, np.exp(scores - m) / l)
-                ds = (
-                    p
-                    * (do @ v.T - (do * out[b, h, rows]).sum(-1, keepdims=True))
-                    * (1 if slope is None else slope)
-                )
-                ds = np.where(p == 0, 0, ds) * problem.scale
+                ds = p * (do @ v.T - (do * out[b, h, rows]).sum(-1, keepdims=True))
+                ds = np.where(p == 0, 0, ds)
+                if of_scores is not None:
+                    of_scores[b, h, rows] = ds
+                ds = np.where(p == 0, 0, ds * (1 if slope is None else slope)) * problem.scale
             dq[b, h, rows] += _product(ds, k)
             dk[b, g] += _product(ds.T, q[rows])
             dv[b, g] += _product(p.T, do)

@@ -35,6 +35,7 @@ def one_call(operator: Callable[..., tuple], operands: int, names: list[str]) ->
     have a batch, and of options with these names.
     """
     sinks = operands + names.index("sinks")
+    wanted = [operands + names.index(name) for name in ("of_mask", "of_sinks") if name in names]
 
     def rule(info: Any, in_dims: tuple, *arguments: Any) -> tuple[tuple[Tensor, ...], tuple]:
         size, (query_dim, *_), (query, *_) = info.batch_size, in_dims, arguments
@@ -43,7 +44,8 @@ def one_call(operator: Callable[..., tuple], operands: int, names: list[str]) ->
             _samples(x, dim, size) if isinstance(x, Tensor) else x
             for x, dim in zip(arguments, in_dims, strict=True)
         ]
-        if in_dims[sinks] is not None:  # a sink is for all batch entries: a call for each sample
+        # sinks are for all batch entries, and their gradients sums over these: a call for each sample
+        if in_dims[sinks] is not None or any(arguments[n] for n in wanted):
             each = [
                 operator(*(x[n] if isinstance(x, Tensor) else x for x in of_samples))
                 for n in range(size)

@@ -69,9 +69,13 @@ def _differentiated_otherwise(x: Tensor) -> bool:
 
 
 def check_gradients(
-    precision: str | None, differentiable: tuple[Tensor, ...], **constants: Tensor | None
+    precision: str | None, differentiable: tuple[Tensor | None, ...], **constants: Tensor | None
 ) -> None:
-    """Refuse what would lose a gradient without a word."""
+    """Refuse what would lose a gradient without a word.
+
+    differentiable : query, key, value, and if there are any a mask and sinks
+    constants : what has no gradient, by its name
+    """
     if precision is not None:
         choice("precision", precision, PRECISIONS)
     transformed = (
@@ -96,7 +100,8 @@ def check_gradients(
             raise ArgumentError(
                 f"{name}: got a tensor that requires grad, and it would get no gradient; allowed: detach() it"
             )
-    if precision == "int8" and any(x.requires_grad for x in differentiable):
+    watched = [x for x in differentiable if x is not None and x.requires_grad]
+    if precision == "int8" and watched:
         raise ArgumentError(
             "precision: got 'int8' with inputs that require grad, and rounding has no gradient; allowed: a call "
             "under torch.no_grad(), or another precision"

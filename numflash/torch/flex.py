@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,11 +13,15 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import _get_current_function_mode_stack
 
-from ..api import attention_backward
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..flex import BlockMask, captured
+from ..api import differentiate
+from ..dispatch.option_gradients import OPERANDS
+from ..errors import ArgumentTypeError, UnsupportedError
+from ..flex import BlockMask
 from ..flex import flex_attention as attend
+from ..flex.captured_arrays import Captured
+from ..flex.prepared import prepare
 from ..interop.arguments import flag
+from ..validation.options import Options
 from .checks import autocast, check_gradients, check_tensors
 from .operator import no_second_derivatives, pytorch_threads
 from .routing import use
@@ -57,28 +61,40 @@ def _block_mask(given: Any) -> BlockMask | None:
     return _converted[given]
 
 
+class Call(NamedTuple):
+    """What a call is made of, beside tensors that may have a gradient.
+
+    tables : the captured tensors that have one, as numflash's graph names them, or None
+    options : of `numflash.flex_attention`, without sinks
+    """
+
+    score_mod: Any
+    block_mask: BlockMask | None
+    tables: Captured | None
+    options: dict[str, Any]
+
+
 class _Gradients(torch.autograd.Function):
-    """Gradients of query, key and value; a function of its own, so that theirs are refused."""
+    """Gradients of query, key and value, of sinks if `wrt` names them, and of `tables`; a function of
+    its own, so that theirs are refused.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        functions: Any,
-        options: Any,
+        call: Call,
+        wrt: tuple[str, ...],
+        tables: Captured | None,
+        sinks: Tensor | None,
+        *tensors: Tensor,
     ) -> Any:
-        score_mod, block_mask = functions
-        options = {name: x for name, x in options.items() if name != "pv"}  # of "int8" only
-        operands = (x.detach() for x in (grad_out, query, key, value, out, lse))
+        asked = {name: x for name, x in call.options.items() if name != "pv"}  # of "int8" only
+        options = Options(sinks=None if sinks is None else sinks.detach(), **asked)
+        arrays = tuple(x.detach() for x in tensors)
+        functions = (call.score_mod, call.block_mask)
         with pytorch_threads():
-            return attention_backward(
-                *operands, score_mod=score_mod, block_mask=block_mask, **options
-            )
+            found = differentiate(arrays, options, "auto", functions, wrt=wrt, tables=tables)
+        return tuple(x if isinstance(x, Tensor) else torch.from_numpy(x) for x in found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -86,18 +102,24 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Flex(torch.autograd.Function):
-    """out and lse; the lse is a by-product without a gradient."""
+    """out and lse; the lse is a by-product without a gradient. `captured` are those of `call.tables`."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, functions: Any, options: Any
+        ctx: Any,
+        call: Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        *captured: Tensor,
     ) -> Any:
+        q, k, v = (x.detach() for x in (query, key, value))
+        options = {**call.options, "sinks": None if sinks is None else sinks.detach()}
         with pytorch_threads():
-            q, k, v = (x.detach() for x in (query, key, value))
-            score_mod, block_mask = functions
-            out, lse = attend(q, k, v, score_mod, block_mask, return_lse=True, **options)
-        ctx.functions, ctx.options = functions, options
-        ctx.save_for_backward(query, key, value, out, lse)
+            out, lse = attend(q, k, v, call.score_mod, call.block_mask, return_lse=True, **options)
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, out, lse, sinks, *captured)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -107,8 +129,26 @@ class _Flex(torch.autograd.Function):
             raise UnsupportedError(
                 "grad_outputs: got a batch of gradients (is_grads_batched, vectorize); allowed: one at a time"
             )
-        found = _Gradients.apply(grad_out, *ctx.saved_tensors, ctx.functions, ctx.options)
-        return (*found, None, None)
+        *tensors, sinks = ctx.saved_tensors[:6]
+        captured = ctx.saved_tensors[6:]  # PyTorch refuses them if they were changed
+        of_sinks = ctx.needs_input_grad[4]
+        wrt = (*OPERANDS, "sinks") if of_sinks else OPERANDS
+        found = _Gradients.apply(ctx.call, wrt, ctx.call.tables, sinks, grad_out, *tensors)
+        dq, dk, dv, *others = found
+        ds = others.pop(0) if of_sinks else None
+        return None, dq, dk, dv, ds, *(x.to(y.dtype) for x, y in zip(others, captured, strict=True))
+
+
+def _trained(score_mod: Any) -> tuple[Captured | None, list[Tensor]]:
+    """The captured tensors that a gradient is asked for."""
+    if score_mod is None or not torch.is_grad_enabled():
+        return None, []
+    prepared = prepare(score_mod, None)
+    owners = prepared.graph.owners
+    numbers = [n for n, x in enumerate(owners) if isinstance(x, Tensor) and x.requires_grad]
+    if not numbers:
+        return None, []
+    return Captured(prepared, numbers), [owners[n] for n in numbers]
 
 
 @torch.compiler.disable
@@ -136,8 +176,8 @@ def flex_attention(
         float32, float16 or bfloat16; may require gradients, on the CPU. On a card as
         `numflash.flex_attention` takes them.
     score_mod : function of (score, b, h, q_idx, kv_idx), or None
-        Captured tensors are constants, on the CPU also where the query is on a card; one that
-        requires a gradient is refused while gradients are on.
+        Captured tensors are on the CPU, also where the query is on a card, and get gradients where
+        they require them and the query is on the CPU: memory for B * H * L * S float32.
     block_mask : BlockMask of PyTorch or of numflash, or None
         PyTorch's is read once: a changed one has to be a new object.
     scale, enable_gqa, return_lse, return_aux
@@ -179,16 +219,12 @@ def flex_attention(
             )
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, None)
-    check_gradients(precision, (query, key, value))
-    mask = _block_mask(block_mask)
-    if torch.is_grad_enabled():
-        mask_mod = None if mask is None else mask.mask_mod
-        if any(isinstance(x, Tensor) and x.requires_grad for x in captured(score_mod, mask_mod)):
-            raise ArgumentError(
-                "score_mod: a captured tensor requires a gradient, which is not computed; allowed: detach()"
-            )
+    tables, captured = _trained(score_mod)
+    constants = {} if query.is_cpu else {"score_mod": next(iter(captured), None)}
+    check_gradients(precision, (query, key, value, *captured), **constants)
     options = {"scale": scale, "enable_gqa": enable_gqa, "precision": precision, "pv": pv}
-    out, lse = _Flex.apply(query, key, value, (score_mod, mask), options)
+    call = Call(score_mod, _block_mask(block_mask), tables, options)
+    out, lse = _Flex.apply(call, query, key, value, None, *captured)
     if return_aux is not None:
         return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
@@ -204,11 +240,13 @@ def blockwise(
 ) -> Tensor:
     """Attention of grouped heads under a block mask, with gradients.
 
-    `options` are scale, softcap, sinks and pv as `numflash.attention` takes them; sinks are constants.
+    `options` are scale, softcap, sinks and pv as `numflash.attention` takes them.
     """
     query, key, value = autocast(query, key, value)
     asked = {**options, "enable_gqa": True, "precision": precision}
-    out: Tensor = _Flex.apply(query, key, value, (None, block_mask), asked)[0]
+    sinks = asked.pop("sinks", None)
+    call = Call(None, block_mask, None, asked)
+    out: Tensor = _Flex.apply(call, query, key, value, sinks)[0]
     return out
 
 

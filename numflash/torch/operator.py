@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from .. import api, validation
 from ..dispatch import backends, plans
+from ..dispatch.option_gradients import of_mask as of_mask_gradient
 from ..errors import UnsupportedError
 from ..interop import device_tensors
 from ..interop.arguments import choice
@@ -43,14 +44,16 @@ OPTIONS = {
     "impl": "str",
 }
 TENSORS = [n for n, kind in enumerate(OPTIONS.values()) if kind == "Tensor?"]
-PRECISION = [*OPTIONS].index("precision")
+MASK, SINKS, PRECISION = ([*OPTIONS].index(name) for name in ("attn_mask", "sinks", "precision"))
+# which gradients of options are wanted, after the options
+WANTED = {"of_mask": "bool", "of_sinks": "bool"}
 LARGEST = (1 << 63) - 1  # of the schema's integers
 
 
-def _schema(tensors: str, results: int) -> str:
-    operands = [f"Tensor {name}" for name in tensors.split()]
-    options = [f"{kind} {name}" for name, kind in OPTIONS.items()]
-    return f"({', '.join(operands + options)}) -> ({', '.join(['Tensor'] * results)})"
+def _schema(tensors: str, options: dict[str, str], results: int) -> str:
+    arguments = [f"Tensor {name}" for name in tensors.split()]
+    arguments += [f"{kind} {name}" for name, kind in options.items()]
+    return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * results)})"
 
 
 def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
@@ -107,6 +110,13 @@ def _options(values: tuple, key: Tensor) -> tuple[Options, str]:
         if lengths is not None:  # with another alignment the diagonal would move with them
             given["key_lengths"], given["attn_mask"] = lengths, None
     return Options(**given, return_lse=True), impl
+
+
+def _detached(asked: Options) -> Options:
+    """The options with a mask and sinks that do not require grad."""
+    given = {"attn_mask": asked.attn_mask, "sinks": asked.sinks}
+    trained = {n: x.detach() for n, x in given.items() if x is not None and x.requires_grad}
+    return replace(asked, **trained) if trained else asked
 
 
 class pytorch_threads:
@@ -260,6 +270,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
         return _run(runner, query, key, value, True)
     asked, impl = _options(options, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
+    asked = _detached(asked)
     if query.is_cuda:  # allocates through PyTorch, and gets the current stream
         return api.attend(query, key, value, asked, impl, call)
     problem = validation.problem(query, key, value, asked)
@@ -279,7 +290,7 @@ def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 attention_operator = torch.library.custom_op(
-    "numflash::attention", _attend, mutates_args=(), schema=_schema("query key value", 2)
+    "numflash::attention", _attend, mutates_args=(), schema=_schema("query key value", OPTIONS, 2)
 )
 
 
@@ -295,16 +306,50 @@ def _differentiate(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, shaped like them; in memory of PyTorch's."""
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value, a float mask and sinks, shaped like them; in memory of
+    PyTorch's.
+
+    rest : the options, and whether those of the mask and of the sinks are wanted; else they have size 0
+    """
+    *given, of_mask, of_sinks = rest
+    options = tuple(given)
+    sinks = query.new_empty(0)
+    if of_sinks:
+        sinks = _gradient_of_sinks(options[SINKS], grad_out, out, lse)
+    *found, mask = _of_operands(grad_out, query, key, value, out, lse, options, of_mask)
+    return *found, mask, sinks
+
+
+def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """(H,) like sinks (H,), from dO and O (B, H, L, Dv) and the LSE (B, H, L), on any device:
+    `dispatch.option_gradients.of_sinks`.
+    """
+    delta = (grad_out.double() * out.double()).sum(-1)
+    weights = torch.exp(torch.clamp(sinks.double()[:, None] - lse.double(), max=0))
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _of_operands(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: tuple[Any, ...],
+    of_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and mask, the last of size 0 where it is not wanted."""
     call = None
     if query.is_cuda:  # no card's kernel reads one number expanded, as the gradient of a sum is
+        backends.refuse_gradient_of_mask("auto", of_mask)
         grad_out = grad_out.contiguous()
         call, again = _on_card("gradients", (query, key, value, grad_out, out, lse), options)
         if again is not None:
             dq, dk, dv = again(query, key, value, None, grad_out, out, lse)
-            return dq, dk, dv
+            return dq, dk, dv, query.new_empty(0)
     grad_out, query, key, value, out, lse = (
         x.detach() for x in (grad_out, query, key, value, out, lse)
     )
@@ -313,10 +358,11 @@ def _differentiate(
         call, known = _known(plans.problems, query, key, value, options)
     if known is None:
         asked, impl = _options(options, key)
-        asked = replace(asked, pv=None)  # of "int8" only, which has no gradient
+        asked = replace(_detached(asked), pv=None)  # of "int8" only, which has no gradient
         if query.is_cuda:
             arrays = grad_out, query, key, value, out, lse
-            return api.differentiate(arrays, asked, impl, call=call)
+            dq, dk, dv = api.differentiate(arrays, asked, impl, call=call)
+            return dq, dk, dv, query.new_empty(0)
         problem = validation.problem(query, key, value, asked)
     else:
         impl = options[-1]
@@ -330,12 +376,17 @@ def _differentiate(
         shape = tuple(query.shape)
         operands = validation.gradient_operands(problem, shape, grad_out, out, lse, "bhld")
     found = [x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
+    nb, nh, _, length, s, _, _ = problem.shape
+    scores = np.zeros((nb, nh, length, s), np.float32) if of_mask else None
     with pytorch_threads():
-        backends.solve_backward(problem, operands, impl, [_array(x) for x in found])
+        backends.solve_backward(problem, operands, impl, [_array(x) for x in found], scores)
     if call is not None and known is None:
         plans.problems.keep(call, problem.with_operands(None, None, None))
     dq, dk, dv = (x.to(query.dtype) for x in found)
-    return dq, dk, dv
+    if scores is None:
+        return dq, dk, dv, query.new_empty(0)
+    mask = options[MASK]
+    return dq, dk, dv, torch.from_numpy(of_mask_gradient(scores, tuple(mask.shape))).to(mask.dtype)
 
 
 def _are_results(grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, value: Tensor) -> bool:
@@ -355,15 +406,26 @@ attention_backward_operator = torch.library.custom_op(
     "numflash::attention_backward",
     _differentiate,
     mutates_args=(),
-    schema=_schema("grad_out query key value out lse", 3),
+    schema=_schema("grad_out query key value out lse", {**OPTIONS, **WANTED}, 5),
 )
 
 
 @attention_backward_operator.register_fake
 def _(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    *options, of_mask, of_sinks = rest
+    found = [x.new_empty(x.shape) for x in (query, key, value)]
+    for wanted, place in ((of_mask, MASK), (of_sinks, SINKS)):
+        option = options[place]
+        found.append(option.new_empty(option.shape) if wanted else query.new_empty(0))
+    return tuple(found)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -388,18 +450,23 @@ def _gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tu
     for place, x in zip(ctx.places, tensors, strict=True):
         arguments[place] = x
     query, key, value, *options = arguments
-    found = _differentiated(grad_out, query, key, value, out, lse, *options)
-    return (*found, *(None,) * len(options))
+    wanted = [ctx.needs_input_grad[3 + n] for n in (MASK, SINKS)]
+    *found, mask, sinks = _differentiated(grad_out, query, key, value, out, lse, *options, *wanted)
+    others: list[Tensor | None] = [None] * len(options)
+    for of_option, place, x in zip(wanted, (MASK, SINKS), (mask, sinks), strict=True):
+        if of_option:
+            others[place] = x
+    return (*found, *others)
 
 
-def _differentiated(grad_out: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiated(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """`_differentiate`, by its operator where something has to see that.
 
     Where a gradient of the gradient is asked for, the operator refuses it.
     """
     if torch.is_grad_enabled() or _is_traced() or not _is_direct(grad_out):
-        dq, dk, dv = attention_backward_operator(grad_out, *rest)
-        return dq, dk, dv
+        found: tuple[Tensor, ...] = attention_backward_operator(grad_out, *rest)
+        return found
     return _differentiate(grad_out, *rest)
 
 
@@ -413,7 +480,9 @@ def no_second_derivatives(ctx: Any, *grads: Any) -> tuple:
 attention_operator.register_autograd(_gradients, setup_context=_save)
 attention_backward_operator.register_autograd(no_second_derivatives)
 attention_operator.register_vmap(one_call(attention_operator, 3, [*OPTIONS]))
-attention_backward_operator.register_vmap(one_call(attention_backward_operator, 6, [*OPTIONS]))
+attention_backward_operator.register_vmap(
+    one_call(attention_backward_operator, 6, [*OPTIONS, *WANTED])
+)
 
 
 def _is_direct(x: Any) -> bool:
@@ -458,8 +527,8 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         if grad_out is None:  # nothing depends on the result
             return (None,) * 5
-        found = _differentiated(grad_out, *ctx.saved_tensors, *ctx.options)
-        return None, *found, None
+        found = _differentiated(grad_out, *ctx.saved_tensors, *ctx.options, False, False)
+        return None, *found[:3], None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -471,7 +540,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
     direct = not _is_traced() and all(map(_is_direct, (query, key, value)))
     run = attention_operator
     if direct:
-        watched = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        inputs = query, key, value, options[MASK], options[SINKS]
+        watched = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         run = _Attention.apply if watched else _attend
     if not direct and not torch.compiler.is_compiling():
         options = _typed(options)

@@ -37,14 +37,16 @@ def attention(
     return_lse: bool = False,
     impl: str = "auto",
 ) -> Any:
-    """`numflash.attention` on tensors, with gradients of query, key and value.
+    """`numflash.attention` on tensors, with gradients of query, key, value, a float mask and sinks.
 
     Parameters
     ----------
     query : (B, H, L, D) tensor, float32, float16 or bfloat16, on the CPU or a CUDA device
     key : (B, Hkv, S, D) tensor
     value : (B, Hkv, S, Dv) tensor
-    attn_mask, key_lengths, alibi_slopes, sinks : tensors that do not require grad
+    attn_mask, sinks : tensors that may require grad, a mask on a card not
+        The gradient of a mask takes memory for B * H * L * S float32.
+    key_lengths, alibi_slopes : tensors that do not require grad
     options
         As `numflash.attention` takes them. precision "int8" is for inference.
 
@@ -94,11 +96,15 @@ def attention(
                 f"{name}: got shape {tuple(x.shape)}; allowed: 4 dimensions, (B, H, L, D)"
             )
     check_constants(key_lengths=key_lengths, alibi_slopes=alibi_slopes, sinks=sinks)
-    check_gradients(
-        precision, (query, key, value), attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks
-    )
+    inputs = query, key, value, attn_mask, sinks
+    check_gradients(precision, inputs, **_of_card(attn_mask), alibi_slopes=alibi_slopes)
     out, lse = attend(query, key, value, attn_mask, *options[1:])
     return (out, lse) if return_lse else out
+
+
+def _of_card(mask: Tensor | None) -> dict[str, Tensor]:
+    """A mask without a gradient, as `check_gradients` takes constants: one on a card."""
+    return {} if mask is None or mask.is_cpu else {"attn_mask": mask}
 
 
 def _heads_of_batches(
@@ -196,7 +202,7 @@ def scaled_dot_product_attention(
     ------
     SdpaError
         Where PyTorch raises a RuntimeError; and for what numflash lacks: dropout, float64, masks
-        that require grad, "int8" with inputs that require grad.
+        that require grad on a card, "int8" with inputs that require grad.
     ArgumentTypeError
         For what is not a tensor, a number or a flag, where PyTorch raises a TypeError.
     UnsupportedError
@@ -253,7 +259,7 @@ def _with_operator(
     mask, causal, alignment = _mask_of(bias, is_causal, query, key)
     query, key, value, mask = autocast(query, key, value, mask)
     check_tensors(query, key, value, mask)
-    check_gradients(precision, (query, key, value), attn_mask=mask)
+    check_gradients(precision, (query, key, value, mask), **_of_card(mask))
     if _is_empty(query, key, value):  # PyTorch makes the empty result
         return PYTORCH(
             query, key, value, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

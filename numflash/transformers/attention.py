@@ -156,8 +156,6 @@ def attend(
         _refuse(dropout, output_attentions, cache)
     _refuse_models(module, others)
     _refuse_packed(others.get("cu_seq_lens_q"), attention_mask)
-    _refuse_trained("sinks", s_aux, "'eager', which trains them")
-    _refuse_trained("position_bias", position_bias, "'sdpa' and 'eager', which train it")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if eager_only(getattr(module, "config", None)):
         if attention_mask is None:
@@ -240,14 +238,6 @@ def _refuse_packed(lengths: Tensor | None, attention_mask: Tensor | FunctionMask
         )
 
 
-def _refuse_trained(name: str, given: Tensor | None, instead: str) -> None:
-    if given is not None and given.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            f"{name}: got a tensor that requires grad, and it would get no gradient; allowed with attn_implementation "
-            f"'numflash': requires_grad_(False), torch.no_grad(), or {instead}"
-        )
-
-
 def _resident(
     query: Tensor,
     key: StandIn,
@@ -260,6 +250,12 @@ def _resident(
     """Attention over the layer of a `ResidentCache`."""
     if position_bias is not None:
         raise ArgumentError("position_bias: got one with a ResidentCache; allowed: None")
+    sinks = options["sinks"]
+    if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            "sinks: got a tensor that requires grad with a ResidentCache, where it would get no gradient; allowed: "
+            "use_cache=False, requires_grad_(False) or torch.no_grad()"
+        )
     if not causal and mask is None and query.shape[2] > 1:
         raise ArgumentError("is_causal: got False with a ResidentCache; allowed: causal layers")
     out: Tensor = key.layer.attend(query, mask, precision, **options)

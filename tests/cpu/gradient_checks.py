@@ -30,15 +30,16 @@ def _each(isas):
 
 float_isa = _each(ISAS)
 every_isa = _each([*ISAS, *BFLOAT16_ISAS])
-NAMES = ("dq", "dk", "dv")
+NAMES = ("dq", "dk", "dv", "scores")
 
 
 def close(found, operands, ulp=2.0**-23, **options):
     """Within twice the error of plain float32, a few roundings, and those of scores and of dP - D
     as large as they are here.
     """
-    wanted = naive_gradients(*operands, **options)
-    plain = naive_gradients(*operands, **options, dtype=F)
+    with_scores = len(found) == len(NAMES)
+    wanted = naive_gradients(*operands, **options, with_scores=with_scores)
+    plain = naive_gradients(*operands, **options, with_scores=with_scores, dtype=F)
     do, q, k, v = (np.abs(x).max(initial=0) for x in operands)
     d, dv = (operands[n].shape[-1] for n in (1, 3))
     scores = q * k * d**0.5 * max(1, options.get("scale") or 0)
@@ -48,7 +49,12 @@ def close(found, operands, ulp=2.0**-23, **options):
         0 if slopes is None else np.max(slopes) * (operands[1].shape[2] + operands[2].shape[2])
     )
     for name, mine, low, want, of_scores in zip(
-        NAMES, found, plain, wanted, (of_weights * k, of_weights * q, 0), strict=True
+        NAMES,
+        found,
+        plain,
+        wanted,
+        (of_weights * k, of_weights * q, 0, of_weights * d**0.5),
+        strict=False,
     ):
         assert mine.shape == want.shape
         allowed = 2 * np.abs(low - want).max(initial=0) + (4 * ulp + 2.0**-23 * scores) * max(
@@ -72,22 +78,24 @@ def near(isa):
     return 0.03 if isa in BFLOAT16_ISAS else 1e-5
 
 
-def solve(do, q, k, v, isa=None, attn_mask=None, **options):
+def solve(do, q, k, v, isa=None, attn_mask=None, scores=None, **options):
     """Gradients by the kernels of `isa`, after a forward pass by the best ones; every element of
-    theirs is written.
+    theirs is written, and `scores` where they are given.
     """
     (do, q, k, v), precision = held((do, q, k, v), isa)
     out, lse = attention(q, k, v, attn_mask, enable_gqa=True, return_lse=True, **options)
     problem = make(q, k, v, precision, attn_mask, **options)
     results = [np.full(x.shape, np.nan, F) for x in (q, k, v)]
-    return launch_backward.run(problem, do, out, lse, isa, results)
+    return launch_backward.run(problem, do, out, lse, isa, results, scores)
 
 
 def agrees(do, q, k, v, isa=None, **options):
-    found = solve(do, q, k, v, isa, **options)
+    scores = np.zeros((*q.shape[:3], k.shape[2]), F)
+    found = solve(do, q, k, v, isa, scores=scores, **options)
     assert all(x.dtype == F for x in found)
     operands, precision = held((do, q, k, v), isa)
-    close(found, operands, 2.0**-23 if precision == "float32" else 2.0**-8, **options)
+    ulp = 2.0**-23 if precision == "float32" else 2.0**-8
+    close((*found, scores), operands, ulp, **options)
     return found
 
 

@@ -6,11 +6,13 @@ Tiles, slopes and block states against float64.
 import ctypes
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from numflash.flex import machine
 from numflash.flex.evaluate import element, evaluate
+from numflash.flex.gradient import derivative
+from numflash.flex.graph import reachable
 from numflash.flex.prepared import EMPTY, FULL, prepare
 from numflash.flex.program import Program
 
@@ -228,6 +230,27 @@ def test_slopes_are_the_derivatives(tree):
     tile, found = call(program, SCORES.T, False, gradient=True)
     assert share_close(found.T, slope, 1e-3) > 0.85
     assert share_close(tile.T, value_of(tree), 1e-3) > 0.85
+
+
+@EXAMPLES
+@given(st.sampled_from(FLOAT_BINARY), real, st.sampled_from(FLOAT_UNARY), whole)
+def test_derivatives_by_a_table_are_what_changing_it_gives(binary, tree, unary, index):
+    assume("short" not in repr((tree, index)))  # a constant index would be read while tracing
+    tree = (unary, (binary, tree, ("table", "short", (("subtract", ("arg", "k"), index),))))
+    prepared = prepare(traced(tree), None)
+    graph, root, table = prepared.graph, prepared.score, TABLES["short"]
+    loads = [x for x in reachable([root]) if x.op == "load" and graph.owners[x.data] is table]
+    arguments = {"score": SCORES, "b": 1, "h": 2, "q": Q, "k": K}
+    slopes = evaluate(graph, tuple(derivative(graph, root, x) for x in loads), arguments)
+    found = np.broadcast_to(sum(slopes, np.zeros(())), SCORES.shape)
+    step, values = 1e-6, []
+    for by in (step, -2 * step):
+        table += by
+        values.append(value_of(tree))
+    table += step
+    wanted = (values[0] - values[1]) / (2 * step)
+    smooth = np.abs(wanted) < 1e4  # no step between the two
+    assert share_close(found[smooth], wanted[smooth], 1e-3) > 0.85
 
 
 @settings(EXAMPLES, max_examples=100)

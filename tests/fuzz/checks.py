@@ -13,6 +13,7 @@ import numpy as np
 import numflash
 from numflash import QuantizedTensor
 from numflash.errors import ArgumentError
+from numflash.interop.arrays import RESULTS
 
 from . import oracle
 from .arrays import array, laid_out
@@ -312,7 +313,21 @@ def backward(c: dict) -> None:
     given, o = make_options(c["options"], c["b"], c["h"], c["l"], c["s"])
     call = {**given, "enable_gqa": c["g"] != c["h"], "layout": c["layout"], "impl": c["impl"]}
     out, lse = numflash.attention(q, k, v, **call, return_lse=True)
-    found = numflash.attention_backward(do, q, k, v, out, lse, **call)
+    mask = given.get("attn_mask")
+    floats = mask is not None and mask.dtype.kind == "f"
+    others = [name for name, x in (("attn_mask", floats), ("sinks", "sinks" in given)) if x]
+    *found, scores = numflash.attention_backward(
+        do, q, k, v, out, lse, **call, wrt=("query", "key", "value", *others, "scores")
+    )
+    for name, got in zip(others, found[3:], strict=True):
+        same_kind(
+            name,
+            got,
+            given[name].shape,
+            RESULTS.get(given[name].dtype.name, given[name].dtype.name),
+        )
+    summed = dict(zip(others, found[3:], strict=True))
+    found = found[:3]
     for name, got, like in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True):
         same_kind(name, got, like.shape, c["dtype"])
     four_d = [as_bhld(x, c["layout"]) for x in (q, k, v, do, out)]
@@ -321,9 +336,29 @@ def backward(c: dict) -> None:
         return unseen(c, found, (q, k, v, do), o)
     lse = as_bhld(lse, c["layout"], 0).astype(np.float64)
     want, error = oracle.gradients(q, k, v, do, o, out, lse, OWN[c["dtype"]])
-    for name, got, x, e in zip(("dq", "dk", "dv"), found, want, error, strict=True):
+    results = [*(as_bhld(x, c["layout"]) for x in found), scores]
+    dtypes = c["dtype"], c["dtype"], c["dtype"], "float32"
+    names = "dq", "dk", "dv", "scores"
+    for name, got, dtype, x, e in zip(names, results, dtypes, want, error, strict=True):
         e = e + np.where(np.isfinite(x), 0, np.inf)
-        close(name, as_bhld(got, c["layout"]), np.where(np.isfinite(x), x, 0), e, c["dtype"])
+        close(name, got, np.where(np.isfinite(x), x, 0), e, dtype)
+    if not np.isfinite(scores).all():
+        return
+    if "attn_mask" in summed:
+        got = summed["attn_mask"]
+        total = scores.astype(np.float64).sum(axis_of(got.shape, scores.shape)).reshape(got.shape)
+        close("attn_mask", got, total, np.abs(total) * 1e-6, got.dtype.name)
+    if "sinks" in summed and np.isfinite(lse).all():
+        weight = np.exp(np.minimum(given["sinks"][:, None] - lse, 0))
+        terms = weight * (do * out).sum(-1)
+        room = 1e-6 * (weight * np.abs(do * out).sum(-1)).sum((0, 2))
+        close("sinks", summed["sinks"], -terms.sum((0, 2)), room, "float32")
+
+
+def axis_of(small: tuple[int, ...], large: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of a shape along which an array of a smaller one is repeated."""
+    whole = (1,) * (len(large) - len(small)) + small
+    return tuple(n for n in range(len(large)) if whole[n] != large[n])
 
 
 def unseen(c: dict, found: tuple, operands: tuple, o: dict) -> None:

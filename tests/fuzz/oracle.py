@@ -398,7 +398,8 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
 # ---- gradients
 @np.errstate(all="ignore")
 def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray, precision: str):
-    """dq, dk, dv and their bounds, of operands as for `attention`.
+    """dq, dk, dv, gradients of the scores that the softmax takes, and the bounds of all, of operands as
+    for `attention`.
 
     Out and lse as the caller passes them.
     """
@@ -415,7 +416,8 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
         p = np.where(np.isfinite(lse_given)[..., None], p, 0)
         dp = do @ vh.swapaxes(2, 3)
         delta = (do * out_given).sum(-1, keepdims=True)
-        ds = p * (dp - delta) * found.slope * scale
+        of_scores = p * (dp - delta)
+        ds = of_scores * found.slope * scale
         dq = ds @ kh
         dkh = ds.swapaxes(2, 3) @ q
         dvh = p.swapaxes(2, 3) @ do
@@ -426,10 +428,12 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
             -1, keepdims=True
         )
         e_p = p * factor
+        e_scores = p * size * factor
         e_ds = (p * size * factor + p * size * (8e-6 if o.get("softcap") else 0)) * abs(scale)
         largest = sum(np.abs(x).max(initial=0) for x in (q, k, v, do))
         # products below float32's normal numbers; a large scale makes their steps larger, too
         e_ds = e_ds + terms * TINY * largest + terms * SUBNORMAL * max(largest, 1.0) * abs(scale)
+        e_scores = e_scores + terms * TINY * largest + terms * SUBNORMAL * max(largest, 1.0)
         e_p = e_p + terms * TINY
         if precision == "bfloat16":  # operands of the last three products are rounded to it
             e_p, e_ds = e_p + np.abs(p) * BFLOAT16, e_ds + np.abs(ds) * BFLOAT16
@@ -440,4 +444,7 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
     def grouped(x):
         return x.reshape(x.shape[0], k.shape[1], h // k.shape[1], *x.shape[2:]).sum(2)
 
-    return (dq, grouped(dkh), grouped(dvh)), (e_dq, grouped(e_dk), grouped(e_dv))
+    return (
+        (dq, grouped(dkh), grouped(dvh), of_scores),
+        (e_dq, grouped(e_dk), grouped(e_dv), e_scores),
+    )

@@ -6,7 +6,7 @@ import numpy as np
 
 from . import oracle
 from .arrays import numbers
-from .checks import expected, held, make_options
+from .checks import axis_of, expected, held, make_options
 from .compare import WrongError, close
 
 
@@ -57,6 +57,8 @@ def torch(c: dict) -> None:
         o["attn_mask"] = call["attn_mask"].numpy()
     o = padding_as_lengths(o, (c["b"], c["s"]))
     q, k, v = (made[n].requires_grad_(c["grad"]) for n in "qkv")
+    trained = {n: call[n] for n in ("attn_mask", "sinks") if n in call and c["grad"]}
+    trained = {n: x.requires_grad_() for n, x in trained.items() if x.is_floating_point()}
     precision = {"precision": c["precision"]} if c["precision"] else {}
     lse = None
     with t.set_grad_enabled(c["grad"]):
@@ -94,6 +96,17 @@ def torch(c: dict) -> None:
         )
         if (np.abs(exact.lse[np.isfinite(exact.lse)]) > 2.0**20).any():
             return
-        for n, x, x_want, e in zip("qkv", (q, k, v), want, error, strict=True):
+        for n, x, x_want, e in zip("qkv", (q, k, v), want, error, strict=False):
             grad = np.zeros(x_want.shape) if x.grad is None else x.grad.float().numpy()
             close(f"d{n}", grad, x_want, e, c["dtype"])
+        if "attn_mask" in trained:
+            grad = trained["attn_mask"].grad.numpy()
+            axes = axis_of(grad.shape, want[3].shape)
+            total, room = (x[3].sum(axes).reshape(grad.shape) for x in (want, error))
+            close("attn_mask", grad, total, room, "float32")
+        if "sinks" in trained:
+            terms = wide["do"] * got
+            weight = np.exp(np.minimum(o["sinks"][:, None] - exact.lse, 0))
+            room = weight * np.abs(terms).sum(-1) * (1e-5 + 4 * oracle.EPS * np.abs(exact.lse))
+            grad = trained["sinks"].grad.numpy()
+            close("sinks", grad, -(weight * terms.sum(-1)).sum((0, 2)), room.sum((0, 2)), "float32")

@@ -92,6 +92,69 @@ def test_our_own_block_masks_and_bfloat16():
     assert torch.allclose(out.float(), eager(*(x.float() for x in (q, k, v)))[0], atol=3e-2)
 
 
+def dense(q, k, v, function):
+    """The function called on whole tensors; PyTorch's own has no backward pass on a CPU."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    b, h, i, j = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    return function(scores, b, h, i, j).softmax(-1) @ v
+
+
+TRAINED = {
+    "table": (lambda t: lambda s, b, h, i, j: s + t[h, i - j + L], [(H, 2 * L)]),
+    "temperature": (lambda a: lambda s, b, h, i, j: s * a, [()]),
+    "made inside": (lambda a: lambda s, b, h, i, j: s * a.exp()[h] + a[0], [(H,)]),
+    "made outside": (
+        lambda a, c: (lambda t: lambda s, b, h, i, j: s + t[h, j])(torch.tanh(a @ c)),
+        [(H, 3), (3, L)],
+    ),
+    "two": (
+        lambda a, c: lambda s, b, h, i, j: torch.where(i > j, s * a[h], torch.tanh(s) * c[b, h, i]),
+        [(H,), (B, H, L)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_of_captured_tensors(name):
+    make, shapes = TRAINED[name]
+    generator = torch.Generator().manual_seed(3)
+    given = [torch.randn(shape, generator=generator) for shape in [(B, H, L, D)] * 3 + shapes]
+
+    def step(function, dtype):
+        q, k, v, *others = (x.to(dtype, copy=True).requires_grad_() for x in given)
+        (function(q, k, v, make(*others)) * given[0].to(dtype)).sum().backward()
+        return [x.grad for x in (q, k, v, *others)]
+
+    want = step(dense, torch.float64)
+    for _ in range(2):  # the second time nothing is left of the first graph
+        found = step(numflash.torch.flex_attention, torch.float32)
+        for mine, right in zip(found, want, strict=True):
+            assert (mine.double() - right).abs().max() <= 5e-5 * right.abs().max()
+
+
+def test_a_captured_tensor_trains_and_may_not_change_before_its_gradient():
+    q, k, v = (x.detach() for x in tensors(torch.bfloat16))
+    table = torch.zeros(H, L, dtype=torch.bfloat16, requires_grad=True)
+    optimiser = torch.optim.SGD([table], lr=0.01)
+    losses = []
+    for _ in range(3):
+        optimiser.zero_grad()
+        out = numflash.torch.flex_attention(
+            q, k, v, lambda score, b, h, q, k: score + table[h, k], enable_gqa=True
+        )
+        out.float().square().sum().backward()
+        losses.append(out.float().square().sum().item())
+        optimiser.step()
+    assert losses[0] > losses[1] > losses[2] and table.grad.dtype == torch.bfloat16
+    out = numflash.torch.flex_attention(
+        q, k, v, lambda score, b, h, q, k: score + table[h, k], enable_gqa=True
+    )
+    with torch.no_grad():
+        table += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+
+
 def test_inside_compile_it_is_a_graph_break():
     q, k, v = (x.detach() for x in tensors())
 
@@ -105,8 +168,12 @@ def test_inside_compile_it_is_a_graph_break():
 def test_errors():
     q, k, v = tensors()
     table = torch.randn(L, requires_grad=True)
-    with pytest.raises(ArgumentError, match="captured tensor requires a gradient"):
-        numflash.torch.flex_attention(q, q, q, lambda score, b, h, q, k: score + table[k])
+    with pytest.raises(ArgumentError, match="rounding has no gradient"):
+        numflash.torch.flex_attention(
+            *(x.detach() for x in (q, q, q)),
+            lambda score, b, h, q, k: score + table[k],
+            precision="int8",
+        )
     with pytest.raises(ArgumentTypeError, match="block_mask: got ndarray"):
         numflash.torch.flex_attention(q, q, q, None, np.zeros(3))
     with pytest.raises(UnsupportedError, match=r"torch\.func"):

@@ -72,6 +72,70 @@ def test_gradcheck(options):
     )
 
 
+SCORE_SHAPES = [(9, 11), (11,), (4, 1, 11), (1, 4, 9, 11), (2, 1, 1, 11), (2, 4, 9, 11)]
+
+
+@pytest.mark.parametrize("shape", SCORE_SHAPES, ids=str)
+def test_gradients_of_masks(shape):
+    tensors = [*qkv(2, 4, 9, 11, 16), draw(*shape, seed=5)]
+
+    def step(function, tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        (function(*leaves) * draw(2, 4, 9, 16, seed=6).to(leaves[0])).sum().backward()
+        return [x.grad for x in leaves]
+
+    want = step(SDPA, [x.double() for x in tensors])
+    compiled = torch.compile(nt.scaled_dot_product_attention, backend="aot_eager")
+    for function in (nt.scaled_dot_product_attention, compiled):
+        for mine, right in zip(step(function, tensors), want, strict=True):
+            torch.testing.assert_close(mine.double(), right, atol=2e-6, rtol=1e-5)
+        if len(shape) != 3:  # compiled once
+            break
+    half = [x.bfloat16() for x in tensors]
+    for mine, right in zip(step(nt.scaled_dot_product_attention, half), want, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.double() - right).abs().max() < 0.05 * right.abs().max()
+    mask = tensors[3].requires_grad_()  # alone
+    nt.scaled_dot_product_attention(*tensors[:3], mask).sum().backward()
+    assert mask.grad.shape == shape
+
+
+def sunk(q, k, v, mask, sinks):
+    scores = q @ k.mT / q.shape[-1] ** 0.5 + mask
+    column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+def test_gradients_of_sinks_and_a_mask_in_every_way_of_calling():
+    tensors = [*qkv(2, 4, 9, 11, 16), draw(4, 9, 11, seed=5), draw(4, seed=7)]
+
+    def ours(q, k, v, mask, sinks):
+        return nt.attention(q, k, v, mask, sinks=sinks)
+
+    leaves = [x.double().requires_grad_() for x in tensors]
+    grads = draw(3, 2, 4, 9, 16, seed=6)
+    exact = sunk(*leaves)
+    want = [torch.autograd.grad(exact, leaves, g.double(), retain_graph=True) for g in grads]
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    ways = {
+        "eager": ours,
+        "compiled": torch.compile(ours, backend="aot_eager"),
+        "again": lambda *x: checkpoint(ours, *x, use_reentrant=False),
+    }
+    for name, way in ways.items():
+        found = torch.autograd.grad(way(*leaves), leaves, grads[0])
+        for mine, right in zip(found, want[0], strict=True):
+            torch.testing.assert_close(
+                mine.double(), right, atol=2e-6, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+            )
+    batch = torch.autograd.grad(ours(*leaves), leaves, grads, is_grads_batched=True)
+    for mine, right in zip(batch, zip(*want, strict=True), strict=True):
+        torch.testing.assert_close(mine.double(), torch.stack(right), atol=2e-6, rtol=1e-5)
+    (first,) = torch.autograd.grad(ours(*leaves).sum(), leaves[4], create_graph=True)
+    with pytest.raises(UnsupportedError, match="gradient of a gradient"):
+        torch.autograd.grad(first.sum(), leaves[4])
+
+
 def test_a_layer_trains_as_it_did():
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, dropout=0.0)

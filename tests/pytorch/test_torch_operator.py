@@ -68,13 +68,15 @@ def test_options_beyond_pytorch():
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["attn_mask", "alibi_slopes", "sinks"])
-def test_no_gradient_is_lost_silently(name):
-    x = (BIAS if name == "attn_mask" else torch.zeros(4)).clone().requires_grad_()
-    with pytest.raises(ArgumentError, match=f"{name}.*requires grad"):
-        nt.attention(Q, K, V, **{name: x})
+def test_no_gradient_is_lost_silently():
+    x = torch.zeros(4, requires_grad=True)
+    with pytest.raises(ArgumentError, match=r"alibi_slopes.*requires grad"):
+        nt.attention(Q, K, V, alibi_slopes=x)
     with torch.no_grad():
-        nt.attention(Q, K, V, **{name: x})
+        nt.attention(Q, K, V, alibi_slopes=x)
+    for name, x in (("attn_mask", BIAS), ("sinks", torch.zeros(4))):
+        with pytest.raises(ArgumentError, match="rounding has no gradient"):
+            nt.attention(Q, K, V, precision="int8", **{name: x.clone().requires_grad_()})
 
 
 @pytest.mark.parametrize(
@@ -112,9 +114,12 @@ def test_opcheck_with_gradients(options):
 
 
 def test_opcheck_of_the_backward_pass():
-    out, lse = nt.attention(Q, K, V, return_lse=True)
-    arguments = torch.ones_like(out), Q, K, V, out, lse, *DEFAULTS.values()
-    torch.library.opcheck(torch.ops.numflash.attention_backward.default, arguments)
+    trained = DEFAULTS | {"attn_mask": BIAS, "sinks": torch.zeros(4)}
+    for options, wanted in ((DEFAULTS, (False, False)), (trained, (True, True))):
+        given = {name: options[name] for name in ("attn_mask", "sinks")}
+        out, lse = nt.attention(Q, K, V, return_lse=True, **given)
+        arguments = torch.ones_like(out), Q, K, V, out, lse, *options.values(), *wanted
+        torch.library.opcheck(torch.ops.numflash.attention_backward.default, arguments)
 
 
 def test_an_equal_gradient_call_takes_the_results_that_the_first_one_takes():
@@ -125,7 +130,8 @@ def test_an_equal_gradient_call_takes_the_results_that_the_first_one_takes():
     def gradients(**changed):
         x = given | changed
         operator = torch.ops.numflash.attention_backward.default
-        return operator(x["grad_out"], Q, K, V, x["out"], x["lse"], *DEFAULTS.values())
+        options = *DEFAULTS.values(), False, False
+        return operator(x["grad_out"], Q, K, V, x["out"], x["lse"], *options)
 
     first = gradients()
     assert all(map(torch.equal, gradients(), first))

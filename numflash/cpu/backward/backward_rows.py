@@ -165,8 +165,16 @@ def make_backward_rows(double: bool):
                 for e in range(sums.size):
                     sums[e] += x * R(key[e])
 
+    @inline
+    def store_scores(p, row, first, delta, scores):
+        """scores (S,) = the gradients of the scores that softcap and functions have changed."""
+        for j in range(p.size):
+            if p[j] != R(0):
+                of_weight = dot(row.grad, row.values[first + j])
+                scores[first + j] = F(p[j] * (of_weight - delta))
+
     @inline(float_math=True)
-    def query_work(_, given, sinks, counter, dq):
+    def query_work(_, given, sinks, counter, dq, scores):
         """One worker of `query_pass`."""
         length, d = given.q.shape[1], given.q.shape[2]
         todo, lse, share = given.todo, given.lse, given.share
@@ -198,17 +206,20 @@ def make_backward_rows(double: bool):
                     p, ds = weights[: min(KEYS, hi - first)], slopes[: min(KEYS, hi - first)]
                     if gradients(given, row, n, first, p, ds):
                         add_keys(ds, row.keys, first, sums)
+                        if scores.size > 0:
+                            store_scores(p, row, first, R(given.delta[n, i]), scores[n, i])
                 for e in range(d):
                     dq[n, i, e] = F(sums[e] * R(given.scale))
 
     @kernel
-    def query_pass(given, sinks, counter, dq):
+    def query_pass(given, sinks, counter, dq, scores):
         """dQ (N, L, D) float32 of the rows that are to be done; an LSE of infinity is computed
         anew, in place.
 
-        sinks (H,) float64 in units of log2; counter (1,) int64 zero.
+        sinks (H,) float64 in units of log2; counter (1,) int64 zero; scores (N, L, S) float32 zeros,
+        which become the gradients of scores, or empty.
         """
-        over_tasks(query_work, given.workers, (given, sinks, counter, dq))
+        over_tasks(query_work, given.workers, (given, sinks, counter, dq, scores))
 
     @inline
     def add_rows(p, ds, row, at, dk_sums, dv_sums):

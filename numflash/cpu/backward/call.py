@@ -123,12 +123,12 @@ def _found_at(at, p):
 
 @functools.cache
 def make_call(isa: str) -> Callable[..., bool]:
-    """call(q, k, v, do, out, lse, dq, dk, dv, room, numbers, reals) -> whether float32 does not hold
-    all rows.
+    """call(q, k, v, do, out, lse, dq, dk, dv, scores, room, numbers, reals) -> whether float32 does
+    not hold all rows.
 
-    q, k, v, do, out, lse, dq, dk, dv, room : addresses of q (B, H, L, D), k (B, Hkv, S, D), v (B,
-        Hkv, S, Dv), do and out (B, H, L, Dv) and lse (B, H, L), of the results, shaped like q, k and
-        v, all contiguous float32; of scratch memory
+    q, k, v, do, out, lse, dq, dk, dv, scores, room : addresses of q (B, H, L, D), k (B, Hkv, S, D),
+        v (B, Hkv, S, Dv), do and out (B, H, L, Dv) and lse (B, H, L), of the results, shaped like q,
+        k and v, and (B, H, L, S) zeros or 0, all contiguous float32; of scratch memory
     """
     tiles = FLOAT_ISAS[isa]
     narrow = tiles.group == 2  # the operands of products are bfloat16
@@ -170,15 +170,17 @@ def make_call(isa: str) -> Callable[..., bool]:
         )
 
     @inline
-    def gradients_at(dq, dk, dv, n, n_kv, p):
+    def gradients_at(dq, dk, dv, scores, n, n_kv, p):
+        of_scores = n if scores != 0 else 0
         return Gradients(
             array_at(dq, (n, p.length, p.head_dim), np.float32),
             array_at(dk, (n_kv, p.keys, p.head_dim), np.float32),
             array_at(dv, (n_kv, p.keys, p.value_dim), np.float32),
+            array_at(scores, (of_scores, p.length, p.keys), np.float32),
         )
 
     @kernel
-    def call(q, k, v, do, out, lse, dq, dk, dv, room, numbers, reals):
+    def call(q, k, v, do, out, lse, dq, dk, dv, scores, room, numbers, reals):
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = RealNumbers(*unpacked(reals, REALS))
@@ -195,12 +197,13 @@ def make_call(isa: str) -> Callable[..., bool]:
             f.largest_scale,
             p.bounds != 0,
         )
-        results = gradients_at(dq, dk, dv, n, n_kv, p)
+        results = gradients_at(dq, dk, dv, scores, n, n_kv, p)
         shared = p.heads > p.kv_heads
         sums = gradients_at(
             dq,
             room + p.copies_dk if shared else dk,
             room + p.copies_dv if shared else dv,
+            scores,
             n,
             n if shared else n_kv,
             p,

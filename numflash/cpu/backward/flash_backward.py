@@ -8,6 +8,7 @@ stored along the lanes. The steps of a tile:
     S^T = K.Q^T * scale * log2(e),  dP^T = V.dO^T     products: `score_tile` on packed Q and dO
     softcap, ALiBi, bias, mask, score functions       only where asked for: `edge_rows`
     P^T = 2**(S^T - LSE),  dS^T = P^T * (dP^T - D)    `row_gradients`
+    dS of the scores that a bias was added to         only where asked for: `store_scores`
     dV += P^T.dO,  dK += dS^T.Q                       `value_tile`
     dQ += dS.K                                        after dS^T is transposed in registers
 
@@ -189,7 +190,10 @@ def make_backward(name: str):
 
     @inlined
     def weigh(options, dense, head, key, tile, s, built_in, called, work):
-        """Scores and dP to weights and score gradients, row by row; slopes are in `transposed`."""
+        """Scores and dP to weights and score gradients, row by row.
+
+        Slopes are in `transposed`, and after it the gradients before they were multiplied by these.
+        """
         x, dp, slope, columns = work.scores, work.slopes, work.transposed, tile.columns
         always, sloped = built_in or called, called or options.softcap > F(0)
         if called:
@@ -210,6 +214,16 @@ def make_backward(name: str):
                 sloped_gradients(x, dp, at, count, lse, delta, i, slope, p, ds)
             else:
                 gradients(x, dp, at, count, lse, delta, i, slope, p, ds)
+
+    @inlined
+    def store_scores(transposed, tile, key, out):
+        """out (L, S) = the gradients of the tile's scores, where there are queries and keys."""
+        columns = min(tile.columns, out.shape[0] - tile.query)
+        far = min(tile.far, out.shape[1] - key)
+        for i in range(columns):
+            row = out[tile.query + i]
+            for r in range(tile.near, far):
+                row[key + r] = transposed[r * QUERIES + i]
 
     @inlined
     def turn(tile, work):
@@ -339,6 +353,10 @@ def make_backward(name: str):
                     products(work.k, head.q_packed, factors.scores, tile, work.scores)
                     products(work.v, head.do_packed, F(1), tile, work.slopes)
                     weigh(options, dense, head, key, tile, s, built_in, called, work)
+                    if out.scores.size > 0:
+                        sloped = called or options.softcap > F(0)
+                        unsloped = work.transposed if sloped else work.slopes
+                        store_scores(unsloped, tile, key, out.scores[n])
                     add_gradients(head, tile, work)
                 store_rows(work.dk, min(keys, s - key), factors.dk, out.dk[n], key)
                 store_rows(work.dv, min(keys, s - key), F(1), out.dv[n], key)
@@ -353,7 +371,7 @@ def make_backward(name: str):
         given Given; found Found, filled here; factors Factors; options Options; sizes Sizes;
         counter (1,) int64; scratch Scratch; room Prepared, which with splits has all heads; sums
         and out Gradients, written: `sums` is out, or where several query heads share keys has
-        copies of dk and dv for each.
+        copies of dk and dv for each. Of their scores only those of tiles are written: zeros before.
         """
         examine(given, found)
         if sizes.splits > 1:

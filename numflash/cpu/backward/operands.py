@@ -81,11 +81,13 @@ class Gradients(NamedTuple):
     """float32: dq (N, L, D), which the kernel writes where a head is one share.
 
     dk, dv (Nkv, S, ...), or a copy for each query head of a group: (N, S, ...), without the scale.
+    scores (N, L, S), of the scores that a bias was added to; empty where these are not wanted.
     """
 
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
+    scores: np.ndarray
 
 
 class Sizes(NamedTuple):

@@ -18,8 +18,8 @@ def row_gradients(name: str, sloped: bool = False):
     """Intrinsic f(x, dp, off, count, lse, delta, at, slope, p, ds).
 
     p = 2**(x - lse[at:]), at most 1, dp = p * (dp - delta[at:]), if `sloped` times slope[off:],
-    which may be anything where p becomes 0; ds = dp. p and ds are operands of products: float32 and
-    the memory of x and dp, or bfloat16.
+    which may be anything where p becomes 0 and is overwritten with dp without it; ds = dp. p and ds
+    are operands of products: float32 and the memory of x and dp, or bfloat16.
     """
     isa = FLOAT_ISAS[name]
 
@@ -40,7 +40,9 @@ def row_gradients(name: str, sloped: bool = False):
                     p, b.fsub(load(b, pd, here, isa.floats, 4), load(b, pm, there, isa.floats, 4))
                 )
                 if sloped:
-                    ds = b.fmul(ds, load(b, ps, here, isa.floats, 4))
+                    slope = load(b, ps, here, isa.floats, 4)
+                    store(b, ds, ps, here, 4)
+                    ds = b.fmul(ds, slope)
                     ds = isa.choose(b, "==", p, zero, zero, ds)
                 store(b, ds, pd, here, 4)
                 if isa.group == 1:
