@@ -8,12 +8,11 @@ import numpy as np
 
 from ..errors import ArgumentError, CacheFullError
 from .arguments import floats, in_range, is_float32, token_counts
+from .calls import MOST_CALLS
 from .memory import Memory
 from .sequences import Sequences
 from .settings import INTEGERS, Settings
 from .smoothing import offset_of
-
-F = np.float32
 
 
 class Appending(Sequences):
@@ -97,8 +96,11 @@ class Appending(Sequences):
                 )
         if key[2] != value[2]:
             raise ArgumentError(f"value: got {value[2]} tokens; allowed: the key's, {key[2]}")
-        memory.calls.shapes[key, value] = key[2], np.full(b, key[2], np.int64)
-        return memory.calls.shapes[key, value]
+        shapes, found = memory.calls.shapes, (key[2], np.full(b, key[2], np.int64))
+        if len(shapes) >= MOST_CALLS:  # prompts of many lengths
+            shapes.clear()
+        shapes[key, value] = found
+        return found
 
     def _check_room(self, memory: Memory, take: np.ndarray) -> None:
         held = memory.store.lengths

@@ -123,8 +123,9 @@ class Calls:
     def succeeded(self, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
         """A plain call on a query of this shape has given a result of shape `wanted`."""
         self.results[shape] = wanted
-        if self.last.shape == shape and not self.last.changed:
-            self.last = self.last._replace(wanted=wanted)
+        last = self.last  # another thread may set it between two looks
+        if last.shape == shape and not last.changed:
+            self.last = last._replace(wanted=wanted)
 
     def _find(self, call: tuple[Any, ...], *kinds: type) -> Prepared:
         """The prepared calls of these arguments; `kinds`: True equals 1, but is refused."""
@@ -132,17 +133,20 @@ class Calls:
         try:
             return self._calls[key]
         except TypeError:  # an array of one number, or what is refused now
-            return self._make(*call)
+            key = None
         except KeyError:
-            made = self._make(*call)
-        if len(self._calls) > MOST_CALLS:
+            pass
+        made = self._make(*call)
+        if max(len(self._calls), len(self._plans)) > MOST_CALLS:
             self.forget()
-        self._calls[key] = made
+        if key is not None:
+            self._calls[key] = made
         return made
 
     def forget(self) -> None:
         """Drop the prepared calls and their buffers."""
-        for prepared in (self._plans, self._calls, self.steps, self.equal, self.results):
+        kept = self._plans, self._calls, self.steps, self.equal, self.results, self.shapes
+        for prepared in kept:
             prepared.clear()
         self.last = LastCall()
 

@@ -222,7 +222,8 @@ class KVCache(Appending):
             and is_float32(query)
         ):
             last = memory.calls.last
-            if query.shape == last.shape and last.wanted and memory.longest <= last.most:
+            same = query.shape == last.shape and not last.changed
+            if same and last.wanted and memory.longest <= last.most:
                 return self._decode_again(memory, query, last)
         functions = score_mod is not None or mask_mod is not None
         options = alibi_slopes is not None or mask is not None
@@ -253,7 +254,7 @@ class KVCache(Appending):
             result = np.empty(wanted, F) if out is None else output(out, wanted)
             if out is not None and np.may_share_memory(out, query):
                 query = query.copy()  # it is read again after `out` is written
-            self._attend(memory, plan, c, query, scale, result, changes)
+            self._attend(memory, plan, c, query, scale, result, changes if changed else None)
             lse: Any = None
             if return_lse or sinks is not None:
                 lse = lse_of(memory, plan, query, scale, changes)
@@ -276,19 +277,22 @@ class KVCache(Appending):
         query: np.ndarray,
         scale: Any,
         result: np.ndarray,
-        changes: Changes,
+        changes: Changes | None,
     ) -> None:
-        """Run a plan on a query (B, H, L, D) and write the result (B, H, L, Dv)."""
+        """Run a plan on a query (B, H, L, D) and write the result (B, H, L, Dv).
+
+        changes : None for a plan that was made without options; others have those of their last call
+        """
         rows = query.reshape(plan.shape)
         results = result.reshape((*plan.shape[:3], self.value_dim))
-        if changes.any:
+        if changes is not None:
             shift = None
             if self.smooth and changes.cap_or_functions:
                 unit = 1.0 if changes.functions is not None else changes.softcap
                 shift = cap_shift(query, memory.offset, memory.calls.factor(scale), unit)
             plan.change(changes, shift)
         plan(rows, c, memory.store, results)
-        redo(memory, plan, query, scale, result, changes)
+        redo(memory, plan, query, scale, result, changes or NOTHING)
 
     @staticmethod
     def _decode_again(memory: Memory, query: np.ndarray, last: LastCall) -> np.ndarray:

@@ -402,8 +402,9 @@ def _are_results(grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, valu
     )
 
 
+# Another schema needs another name: Inductor keeps compiled graphs on disk, by the operator's name.
 attention_backward_operator = torch.library.custom_op(
-    "numflash::attention_backward",
+    "numflash::attention_gradients",
     _differentiate,
     mutates_args=(),
     schema=_schema("grad_out query key value out lse", {**OPTIONS, **WANTED}, 5),

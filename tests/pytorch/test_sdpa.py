@@ -212,9 +212,9 @@ def test_errors_where_pytorch_has_them(case):
     [
         ({"dropout_p": 0.1}, "dropout_p"),
         ({"query": Q.double(), "key": K.double(), "value": V.double()}, "float64"),
-        ({"attn_mask": BIAS.clone().requires_grad_()}, "attn_mask"),
         ({"precision": "int4"}, "precision"),
         ({"precision": "int8", "key": K.clone().requires_grad_()}, "int8"),
+        ({"precision": "int8", "attn_mask": BIAS.clone().requires_grad_()}, "int8"),
         ({"value": V[:, :, :3]}, "value"),
     ],
 )

@@ -26,10 +26,11 @@ from .tiles import LOW_BITS, Tile
 F = np.float32
 I = np.int32
 # Cache lines of the next keys and values that are prefetched before options change the scores of a
-# row; memory would have nothing to do for as long. With 4 rows of 64 channels and 8192 keys on Intel's AMX a function that
+# row: the memory would be idle during that time. With 4 rows of 64 channels and 8192 keys on Intel's AMX a function that
 # adds a constant costs a call 8 % instead of 24 %, a soft cap 18 % instead of 40 %. Into the second
 # level only, the same lines save half as much.
 LINES = 32
+LARGEST_SCALE = F(2.0**100)  # of a query, as `numerics.scores.LIMIT`
 
 
 @functools.cache
@@ -70,7 +71,8 @@ def make_integers(tile: Tile, rows: int, changed: bool):
                 out[1, e] = np.subtract(x, np.left_shift(high, I(LOW_BITS)))
             else:
                 out[last, e] = x
-        return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
+        limited = max(min(F(s * c), LARGEST_SCALE), -LARGEST_SCALE)  # no product with an int32 is NaN
+        return np.multiply(I(-q_offset), total), limited
 
     @bare(forceinline=True)
     def score_block(place, n, q, words, work):

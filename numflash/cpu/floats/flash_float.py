@@ -445,7 +445,6 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     def work(_, x, results, c, semantics, sizes, counter):
         """One worker."""
         stride, block_q = (x.q.shape[2] + step - 1) // step * step, sizes.block_q
-        begin_tiles()
         scores = uncleared((block_q * key_block,), np.float32, "float scores")
         state = State(
             zeros((block_q, stride), operand, "float query tile"),
@@ -469,6 +468,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             uncleared((lanes,), np.uint8, "float last part of the mask"),
             uncleared((lanes,), np.float32, "float last part of the bias"),
         )
+        begin_tiles()  # after what may fail: the tiles of AMX stay configured until `end_tiles`
         run_tiles(x, results, c, semantics, sizes, counter, state, dense)
         end_tiles()
 

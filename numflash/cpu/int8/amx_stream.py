@@ -64,6 +64,16 @@ def _address(steps: int, values: int, changed: bool):
 
 
 @functools.cache
+def _compiled(steps: int, values: int, changed: bool) -> int:
+    address = _address(steps, values, changed)
+
+    @kernel
+    def stream():
+        return address()
+
+    return int(stream())
+
+
 def address_of(d: int, dv: int, changed: bool = False) -> int:
     """The address of the stream for head sizes d and dv, compiled where it is not yet.
 
@@ -74,13 +84,7 @@ def address_of(d: int, dv: int, changed: bool = False) -> int:
     values = -(-dv // (2 * BLOCK)) * 2
     if steps > MOST_STEPS or values > MOST_VALUES:
         return 0
-    address = _address(steps, values, changed)
-
-    @kernel
-    def stream():
-        return address()
-
-    return int(stream())
+    return _compiled(steps, values, changed)
 
 
 # head sizes up to 256: beyond, a turn is long enough by itself

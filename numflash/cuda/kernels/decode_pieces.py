@@ -350,6 +350,7 @@ def make_query_rows(d: int, planes: int, pack: Any = None) -> Any:
                         factor = ptx.div(most, largest)
                         scale = ptx.div(largest, most)
                     scale = ptx.fmin(ptx.mul(scale, c), SCALE_LIMIT)
+                    scale = ptx.fmax(scale, -SCALE_LIMIT)
                 else:
                     power = ptx.imax(ptx.imin(top >> 23, i32(253)), i32(1))
                     factor = ptx.from_bits(u32(254 - power) << u32(23))
