@@ -366,3 +366,15 @@ def test_the_log_names_a_kernel_and_not_its_digest():
     function = make_pack_keys(8, 32, 1).py_func
     assert not function.__qualname__.endswith("pack_keys"), "a factory's kernel has a digest"
     assert shown_name(function) == "cpu.floats.float_packing.pack_keys"
+
+
+def test_a_file_that_changes_after_it_was_imported_matches_no_entry(monkeypatch):
+    """Its code on disk is not the code that runs."""
+    from numflash.jit import disk_cache
+
+    digest = functools.partial(disk_cache.source_digest.__wrapped__, disk_cache.__file__)
+    assert digest() == digest()
+    monkeypatch.setattr(disk_cache, "IMPORTED", 0.0)
+    assert digest() != digest()
+    monkeypatch.setattr(disk_cache.time, "time", lambda: 1.0)  # all files come from the future
+    assert digest() == digest()

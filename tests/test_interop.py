@@ -148,6 +148,14 @@ def test_bfloat16_as_bits():
     )
 
 
+def test_bfloat16_of_the_other_byte_order():
+    native = [x.astype(ml_dtypes.bfloat16) for x in (Q, K, V)]
+    swapped = [x.astype(x.dtype.newbyteorder("S")) for x in native]
+    for arrays in ((swapped[0], *native[1:]), (*native[:2], swapped[2]), swapped):
+        found = attend(*arrays)[0]
+        assert found.dtype == ml_dtypes.bfloat16 and np.array_equal(found, attend(*native)[0])
+
+
 def test_lists_and_subclasses():
     out = attend(Q[0, 0].tolist(), K[0, 0].tolist(), V[0, 0].tolist())[0]
     np.testing.assert_allclose(out, EXACT[0, 0], atol=1e-6)

@@ -218,3 +218,28 @@ def test_a_small_stack_is_refused_before_a_kernel_ends_the_process():
     )
     shown = run(code, OMP_STACKSIZE="16k", NUMBA_NUM_THREADS="2").stdout
     assert "OMP_STACKSIZE: got '16k'" in shown or "computed workqueue" in shown, shown
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8", "gradient"])
+def test_an_error_in_a_kernel_leaves_the_number_of_threads(precision, monkeypatch):
+    def without_memory(*arguments):
+        numba.set_num_threads(1)
+        raise MemoryError
+
+    q = draw((1, 2, 30, 17))  # a shape that no other test has
+    out, lse = numflash.attention(q, q, q, return_lse=True)
+    for place in (
+        "launch_float.make_call",
+        "launch_int8.make_float_call",
+        "backward.tiled.make_call",
+    ):
+        monkeypatch.setattr(f"numflash.cpu.{place}", lambda *rows: without_memory)
+    q, x = draw((1, 2, 31, 17)), out[:, :, :29]
+    before = numflash.get_num_threads()
+    with pytest.raises(MemoryError):
+        _ = (
+            numflash.attention_backward(x, x, x, x, x, lse[:, :, :29])
+            if precision == "gradient"
+            else numflash.attention(q, q, q, precision=precision)
+        )
+    assert numflash.get_num_threads() == before

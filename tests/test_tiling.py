@@ -3,10 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+import numflash
 from numflash import tiling
 from numflash.errors import ArgumentError, UnsupportedError
-from numflash.jit import system
-from numflash.tiling import CACHES, TILINGS, Caches
+from numflash.jit import system, target
+from numflash.tiling import CACHES, TILINGS, Caches, choice
+from numflash.tiling.store import _stores, forget_plans
 
 
 def test_working_sets_of_the_a64fx_notes():
@@ -306,6 +308,23 @@ def test_float_kernels_of_other_tiles(dtype, sizes):
     exact = reference.oracle(problem)[0]
     error = np.abs(out - exact).sum() / np.abs(exact).sum()
     assert error < {"float32": 2e-6, "bfloat16": 1.2e-2}[dtype]
+
+
+def test_a_saved_tiling_is_that_of_the_next_equal_call(tmp_path, monkeypatch):
+    isa = target.available(target.ISAS)[0]
+    if isa in ("portable", "amx_int8"):
+        pytest.skip("one tiling only")
+    monkeypatch.setenv("NUMFLASH_TILINGS", str(tmp_path / "tilings.json"))
+    x = np.random.default_rng(3).standard_normal((1, 1, 40, 48)).astype(np.float32)
+    try:
+        numflash.attention(x, x, x, precision="int8")
+        assert any(store.plans for store in _stores)
+        choice.save(dataclasses.replace(TILINGS[f"{isa}-int8"], block_q=96))
+        assert not any(store.plans for store in _stores) and tiling.in_use(isa).block_q == 96
+    finally:
+        monkeypatch.delenv("NUMFLASH_TILINGS")
+        choice.saved.cache_clear()
+        forget_plans()
 
 
 def test_using_ends_with_its_block():

@@ -129,17 +129,17 @@ class Calls:
 
     def _find(self, call: tuple[Any, ...], *kinds: type) -> Prepared:
         """The prepared calls of these arguments; `kinds`: True equals 1, but is refused."""
-        key = call, kinds
+        key, kept = (call, kinds), True
         try:
             return self._calls[key]
         except TypeError:  # an array of one number, or what is refused now
-            key = None
+            kept = False
         except KeyError:
             pass
         made = self._make(*call)
         if max(len(self._calls), len(self._plans)) > MOST_CALLS:
             self.forget()
-        if key is not None:
+        if kept:
             self._calls[key] = made
         return made
 

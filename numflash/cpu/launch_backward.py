@@ -57,13 +57,12 @@ def run(
         q, k, v, do, out, lse = map(to_float32, operands)
         products = nb * nh * length * s * (3 * d + 2 * dv)
         threads = min(count(), workers("float32", products))
-        portable = isa == "portable"
-        # tiled kernels set the number themselves; it is restored after an error in them, too
-        with one_at_a_time(), limit(threads if portable else None):
-            if portable:
-                _portable(problem, (q, k, v, do), out, lse, (dq, dk, dv_), scores)
+        with one_at_a_time():
+            if isa == "portable":
+                with limit(threads):
+                    _portable(problem, (q, k, v, do), out, lse, (dq, dk, dv_), scores)
             else:
-                plan = tiled.plan_of(problem, isa, threads)
+                plan = tiled.plan_of(problem, isa, threads)  # sets the number of threads itself
                 _tiled(problem, plan, (q, k, v, do), out, lse, (dq, dk, dv_), scores)
     return dq, dk, dv_
 

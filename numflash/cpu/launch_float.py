@@ -14,6 +14,7 @@ from ..interop.arrays import Memory, carray, to_float32
 from ..jit import guard, target
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, scratch
+from ..jit.threads import threads_stay
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, workers
 from ..validation import Problem
@@ -229,7 +230,7 @@ class FloatPlan:
                 buffers = self.layout.guarded()
                 numbers[PLACES] = [x.ctypes.data - at for x in buffers]
             lse = lse if with_lse else at + int(numbers[LSE])
-            if self.call(q, k, v, out, lse, at, numbers, self.factors):
+            if threads_stay(self.call, q, k, v, out, lse, at, numbers, self.factors):
                 self.rescue(q, k, v, out, lse, at + int(numbers[REDO]))
         finally:
             scratch.give(room)

@@ -16,6 +16,7 @@ from ..interop.arrays import Memory
 from ..jit import guard
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, scratch
+from ..jit.threads import threads_stay
 from ..numerics import fixedpoint as fx
 from ..numerics.fixedpoint import FIRST_KEYS
 from ..numerics.quantization import QuantizedTensor
@@ -181,7 +182,7 @@ class Int8Plan:
                 numbers = numbers.copy()
                 buffers = self.layout.guarded()
                 numbers[PLACES] = [x.ctypes.data - at for x in buffers]
-            if self.call(operands, out, at, numbers, self.factors):
+            if threads_stay(self.call, operands, out, at, numbers, self.factors):
                 self._go_the_general_way(operands, numbers, out, lse, ready)
             elif lse:
                 self._write_lse(at, numbers, lse, ready)

@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -35,6 +36,8 @@ from .tile_memory import ONCE, PER_ROW, PER_VALUE, Form, Memory
 
 __all__ = ["Form", "TileWriter", "emit"]
 LOWEST = -32768
+HUGE = 2.0**100  # units of scores are far below 2**28
+LARGEST = 2.0**128 * (1 - 2.0**-20)  # of what is divided and multiplied by a unit again
 
 
 def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:
@@ -70,6 +73,12 @@ class TileWriter(Memory):
         self.values: dict[int, Any] = {}
         self.pieces: dict[int, tuple[Any, list[Any]]] = {}
         self.mask: Any = None  # of the lanes that exist, in the last vector of a row
+
+    def _may_be_huge(self, x: Node) -> bool:
+        """Whether a node may bring finite numbers that are infinite in the caller's units."""
+        if x.op == "load":
+            return x.kind == "f" and self.program.graph.arrays[x.data].dtype != np.float16
+        return x.op == "const" and x.kind == "f" and HUGE < abs(x.data) < math.inf
 
     def _may_hide(self, x: Node) -> bool:
         """Whether a node is written to hide scores: -inf, or an array's elements, which may be."""
@@ -149,7 +158,19 @@ class TileWriter(Memory):
         score, unit = self.program.roots_by_name[0], self.args["unit"]
         if score is None:
             return self.many.mul(self.raw, self.many.splat(self.one.mul(self.args["scale"], unit)))
-        return self._times(score, unit)
+        if self.form.double or not any(map(self._may_be_huge, self.program.nodes)):
+            return self._times(score, unit)
+        return self._within_range(self.get(score), unit)
+
+    def _within_range(self, x: Any, unit: Any) -> Any:
+        """x * unit where finite numbers stay finite: -inf would hide a key that a finite score, such as
+        `torch.finfo(torch.float32).min`, does not hide.
+        """
+        b, many = self.b, self.many
+        lowest = many.splat(b.fdiv(self.one.number(-LARGEST), unit))
+        near = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
+        hidden = b.fcmp_ordered("==", x, many.number(-math.inf))
+        return b.fmul(b.select(hidden, x, near), many.splat(unit))
 
     def _unless_hidden(self, x: Any, hidden: Any) -> Any:
         seen = self.program.roots_by_name[2]

@@ -19,6 +19,7 @@ from .graph import COMPARISONS, INDICES, OPERATIONS, ROUNDINGS, Graph, Node, rea
 INFINITE = np.inf
 INT32 = 2.0**31
 UNBOUNDED = 2.0**63
+LARGEST = float(np.finfo(np.float32).max)
 MONOTONE = ("exp", "exp2", "tanh", "sigmoid", "erf")
 WIDER = {"round": (2.5e-7, 1e-37), "function": (8e-6, 4e-6)}  # relative, absolute
 
@@ -123,9 +124,11 @@ class Intervals:
             )
         exact = x.op in ("add", "sub", "mul", "div")
         relative, absolute = WIDER["round" if exact else "function"]
-        return Interval(
-            low - np.abs(low) * relative - absolute, high + np.abs(high) * relative + absolute, nan
-        )
+        low = low - np.abs(low) * relative - absolute
+        high = high + np.abs(high) * relative + absolute
+        if np.min(low) < -LARGEST or np.max(high) > LARGEST:  # infinite in kernels
+            return _unknown("f")
+        return Interval(low, high, nan)
 
     def _load(self, x: Node) -> Interval:
         array = self.graph.arrays[x.data]

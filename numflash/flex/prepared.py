@@ -174,7 +174,7 @@ class Prepared:
         return np.broadcast_to(states, counts).astype(np.uint8)
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may call as well
 _known: OrderedDict[Any, tuple[Prepared, list[Any]]] = OrderedDict()
 
 

@@ -91,7 +91,7 @@ class Capture:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.steady = graph, True
         self.names: list[tuple[Callable[[], Any], Any]] = []
-        self.shapes: list[tuple[np.ndarray, tuple, Any]] = []  # array, shape, dtype
+        self.shapes: list[tuple[np.ndarray, tuple, tuple, Any]] = []  # array, shape, strides, dtype
         self.places: list[tuple[Any, int, Any, tuple]] = []  # tensor, address, shape, strides
         self.arrays: set[int] = set()
         self.done: dict[int, Any] = {}
@@ -100,8 +100,9 @@ class Capture:
         """Whether every name still has the value that was traced."""
         if not self.steady:
             return False
-        for array, shape, dtype in self.shapes:
-            if array.shape != shape or array.dtype is not dtype:
+        for array, shape, strides, dtype in self.shapes:
+            same_form = array.shape == shape and array.strides == strides
+            if not same_form or array.dtype is not dtype:
                 return False
         for x, at, shape, strides in self.places:  # `.data` gives a tensor other memory
             if x.data_ptr() != at or x.shape != shape or x.stride() != strides:
@@ -160,7 +161,7 @@ class Capture:
             view = np.asarray(value).view(Captured)
             view.capture, view.owner = self, value
             self.arrays.add(id(value))
-            self.shapes.append((value, value.shape, value.dtype))
+            self.shapes.append((value, value.shape, value.strides, value.dtype))
             self.done[id(value)] = view
         return self.done[id(value)]
 

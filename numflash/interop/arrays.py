@@ -188,7 +188,7 @@ def _import_numpy(name: str, x: np.ndarray) -> Imported:
             f"{name}: got a masked array; allowed: plain arrays, with attn_mask for what is hidden"
         )
     dtype = dtype_name(x.dtype)
-    caller = x.dtype
+    caller = x.dtype.newbyteorder("=")
     if x.dtype.kind == "O" or x.dtype.kind in "USmM" or x.dtype.names:
         raise ArgumentTypeError(
             f"{name}: got {type(x).__name__} of dtype {x.dtype}; allowed: an array of numbers"
@@ -202,9 +202,8 @@ def _import_numpy(name: str, x: np.ndarray) -> Imported:
 
 def _array_memory(x: np.ndarray) -> np.ndarray:
     """bfloat16 as bits, other numbers in the machine's byte order."""
-    if dtype_name(x.dtype) == "bfloat16":
-        return x.view(np.uint16)
-    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+    x = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+    return x.view(np.uint16) if dtype_name(x.dtype) == "bfloat16" else x
 
 
 def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:

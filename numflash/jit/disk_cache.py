@@ -4,7 +4,8 @@ Numba's own cache looks only at the file of the function itself: an edited helpe
 another option set of the same function, or a data file cut short by a full disk can each run the
 wrong code. `_PackageCache` closes all three: the stamp is a hash of the kernel's source file and of
 all files of the package that it imports, the key holds options and closure values, and each entry
-carries its own key and checksum; anything that does not match is compiled again.
+carries its own key and checksum; anything that does not match is compiled again. A file that was
+changed after the process had imported it is not the code that runs: its kernels match nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from .whole import new_file
 
 logger = logging.getLogger("numflash")
 
+
+IMPORTED = time.time()
 
 # Names of files are text with slashes here: a Path takes twenty times as long.
 ROOT = Path(__file__).parents[1].as_posix()
@@ -94,7 +97,15 @@ def source_digest(path: str) -> str:
     digest = hashlib.sha256()
     for file in sorted(seen):
         digest.update(f"{os.path.basename(file)}\n{_source(file)}\0".encode())
+    if any(map(_changed_since_import, seen & _files())):
+        digest.update(os.urandom(16))
     return digest.hexdigest()
+
+
+def _changed_since_import(file: str) -> bool:
+    """Whether a file was written or replaced while this process ran; a time to come says nothing."""
+    found, now = os.stat(file), time.time()
+    return any(IMPORTED < at <= now for at in (found.st_mtime, found.st_ctime))
 
 
 def shown_name(function: Any) -> str:

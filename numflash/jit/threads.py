@@ -167,6 +167,18 @@ def limit(threads: int | None) -> Iterator[int]:
             numba.set_num_threads(before)
 
 
+def threads_stay(call: Callable[..., Any], *arguments: Any) -> Any:
+    """call(*arguments), a kernel that may set the number of threads: after an error in it, whose memory
+    was not enough, there are as many as before.
+    """
+    before = count()
+    try:
+        return call(*arguments)
+    except BaseException:
+        numba.set_num_threads(before)
+        raise
+
+
 _kernels = threading.RLock()
 _nothing = nullcontext()
 _concurrent = False

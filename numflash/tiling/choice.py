@@ -260,6 +260,7 @@ def saved() -> dict[str, Tiling]:
 def save(t: Tiling) -> Path:
     """Keep a tiling for this machine; the named one is forgotten instead. Returns the file."""
     from ..jit.target import cpu_name
+    from .store import forget_plans
 
     name, file = f"{t.isa}-{t.dtype}", file_of_choices()
     everything = _contents(file)
@@ -277,6 +278,7 @@ def save(t: Tiling) -> Path:
             f"{file}: cannot be written: {error.strerror}; allowed: another NUMFLASH_TILINGS"
         ) from None
     saved.cache_clear()
+    forget_plans()
     return file
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import threading
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 from .choice import CHOSEN
 
 MOST = 256  # plans kept; the oldest goes first
 T = TypeVar("T")
+_stores: WeakSet[Store[Any]] = WeakSet()
+
+
+def forget_plans() -> None:
+    """Drop all plans: they hold the kernels of tilings that are no longer in use."""
+    for store in list(_stores):
+        store.plans.clear()
 
 
 class Store(Generic[T]):
@@ -19,7 +27,8 @@ class Store(Generic[T]):
 
     def __init__(self) -> None:
         self.plans: dict[Any, T] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call as well
+        _stores.add(self)
 
     def get(self, key: Any) -> T | None:
         """The plan of a key."""

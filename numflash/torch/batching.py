@@ -30,6 +30,13 @@ def _in_batch(x: Tensor, batch: int, rank: int, optional: int) -> Tensor:
     return x.flatten(0, 1)
 
 
+def _by_sample(x: Tensor, size: int, batch: int) -> Tensor:
+    """A result (N * B, ...) as (N, B, ...); one that was not wanted, of shape (0,), as (N, 0)."""
+    if x.dim() == 1:
+        return x.expand(size, -1)
+    return x.reshape(size, batch, *x.shape[1:])
+
+
 def one_call(operator: Callable[..., tuple], operands: int, names: list[str]) -> Callable:
     """The rule of an operator for `register_vmap`: of its `operands` first arguments, all of which
     have a batch, and of options with these names.
@@ -45,17 +52,18 @@ def one_call(operator: Callable[..., tuple], operands: int, names: list[str]) ->
             for x, dim in zip(arguments, in_dims, strict=True)
         ]
         # sinks are for all batch entries, and their gradients sums over these: a call for each sample
-        if in_dims[sinks] is not None or any(arguments[n] for n in wanted):
+        if in_dims[sinks] is not None or any(arguments[n] for n in wanted if n < len(arguments)):
             each = [
                 operator(*(x[n] if isinstance(x, Tensor) else x for x in of_samples))
                 for n in range(size)
             ]
             return tuple(map(torch.stack, zip(*each, strict=True))), (0,) * len(each[0])
         inputs = [x.flatten(0, 1) for x in of_samples[:operands]]
-        for name, x, given in zip(names, of_samples[operands:], arguments[operands:], strict=True):
+        options = zip(names, of_samples[operands:], arguments[operands:], strict=False)
+        for name, x, given in options:
             has_batch = isinstance(x, Tensor) and name in RANKS
             inputs.append(_in_batch(x, batch, *RANKS[name]) if has_batch else given)
         found = operator(*inputs)
-        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in found), (0,) * len(found)
+        return tuple(_by_sample(x, size, batch) for x in found), (0,) * len(found)
 
     return rule

@@ -252,7 +252,7 @@ def blockwise(
 
 _TORCH = torch_flex.flex_attention
 LIBRARIES = ("torch.", "numpy.", "numba.", "llvmlite.", "scipy.", "sympy.")  # do not call it
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may call as well
 _places: list[tuple[dict[str, Any], str]] = []  # where `_routed` replaces PyTorch's function
 _inside = 0
 
@@ -275,7 +275,7 @@ def route(on: bool) -> None:
     global _inside
     with _lock:
         _inside += 1 if on else -1
-        if on and _inside == 1:
+        if on:  # always: Ctrl-C may have ended an earlier block before it was entered
             for path, module in list(sys.modules.items()):
                 names = getattr(module, "__dict__", None)
                 library = path.startswith(LIBRARIES) and module is not torch_flex

@@ -45,14 +45,15 @@ OPTIONS = {
 }
 TENSORS = [n for n, kind in enumerate(OPTIONS.values()) if kind == "Tensor?"]
 MASK, SINKS, PRECISION = ([*OPTIONS].index(name) for name in ("attn_mask", "sinks", "precision"))
-# which gradients of options are wanted, after the options
+# Which gradients of options are wanted, after the options. Graphs that Inductor has kept on disk may
+# call the operator without these.
 WANTED = {"of_mask": "bool", "of_sinks": "bool"}
 LARGEST = (1 << 63) - 1  # of the schema's integers
 
 
 def _schema(tensors: str, options: dict[str, str], results: int) -> str:
     arguments = [f"Tensor {name}" for name in tensors.split()]
-    arguments += [f"{kind} {name}" for name, kind in options.items()]
+    arguments += [f"{kind} {name}{'=False' * (name in WANTED)}" for name, kind in options.items()]
     return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * results)})"
 
 
@@ -313,13 +314,21 @@ def _differentiate(
 
     rest : the options, and whether those of the mask and of the sinks are wanted; else they have size 0
     """
-    *given, of_mask, of_sinks = rest
-    options = tuple(given)
+    options, of_mask, of_sinks = _wanted(rest)
     sinks = query.new_empty(0)
     if of_sinks:
         sinks = _gradient_of_sinks(options[SINKS], grad_out, out, lse)
     *found, mask = _of_operands(grad_out, query, key, value, out, lse, options, of_mask)
     return *found, mask, sinks
+
+
+def _wanted(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
+    """The options, and whether gradients of mask and sinks are wanted: PyTorch leaves out last arguments
+    that are the schema's defaults.
+    """
+    options, wanted = rest[: len(OPTIONS)], rest[len(OPTIONS) :]
+    of_mask, of_sinks = (*wanted, False, False)[:2]
+    return options, of_mask, of_sinks
 
 
 def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -402,9 +411,8 @@ def _are_results(grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, valu
     )
 
 
-# Another schema needs another name: Inductor keeps compiled graphs on disk, by the operator's name.
 attention_backward_operator = torch.library.custom_op(
-    "numflash::attention_gradients",
+    "numflash::attention_backward",
     _differentiate,
     mutates_args=(),
     schema=_schema("grad_out query key value out lse", {**OPTIONS, **WANTED}, 5),
@@ -421,7 +429,7 @@ def _(
     lse: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    *options, of_mask, of_sinks = rest
+    options, of_mask, of_sinks = _wanted(rest)
     found = [x.new_empty(x.shape) for x in (query, key, value)]
     for wanted, place in ((of_mask, MASK), (of_sinks, SINKS)):
         option = options[place]
@@ -465,7 +473,8 @@ def _differentiated(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
     Where a gradient of the gradient is asked for, the operator refuses it.
     """
-    if torch.is_grad_enabled() or _is_traced() or not _is_direct(grad_out):
+    negated = any(x.is_neg() for x in rest[:3])  # which the dispatch computes
+    if negated or torch.is_grad_enabled() or _is_traced() or not _is_direct(grad_out):
         found: tuple[Tensor, ...] = attention_backward_operator(grad_out, *rest)
         return found
     return _differentiate(grad_out, *rest)

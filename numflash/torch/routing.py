@@ -149,7 +149,11 @@ class use(TorchFunctionMode):
         from .flex import route
 
         route(True)
-        return super().__enter__()
+        try:
+            return super().__enter__()
+        except BaseException:
+            route(False)
+            raise
 
     def __exit__(self, *error: Any) -> None:
         from .flex import route

@@ -7,7 +7,6 @@ import pytest
 from gradient_checks import BFLOAT16_ISAS, ISAS, F, close, drawn, solve
 from test_flash_float import make
 
-import numflash
 from numflash import attention, attention_backward
 from numflash.cpu.backward import call, tiled
 from numflash.cpu.backward.flash_backward import make_backward
@@ -55,21 +54,6 @@ def test_read_only_arrays_compile_nothing_anew():
         for a, b in zip(want, attention_backward(*operands, out, lse), strict=True)
     )
     assert len(make_backward(ISAS[0]).signatures) == known
-
-
-@pytest.mark.skipif(ISAS[0] == "portable", reason="no register tiles here")
-def test_an_error_in_a_kernel_leaves_the_number_of_threads(monkeypatch):
-    def without_memory(plan, operands):
-        numflash.set_num_threads(1)
-        raise MemoryError
-
-    operands = drawn(l=20, d=8)
-    out, lse = attention(*operands[1:], return_lse=True)
-    monkeypatch.setattr(tiled.GradientPlan, "run", without_memory)
-    before = numflash.get_num_threads()
-    with pytest.raises(MemoryError):
-        attention_backward(*operands, out, lse)
-    assert numflash.get_num_threads() == before
 
 
 def test_plans_belong_to_an_instruction_set_and_a_number_of_threads():

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import numflash
+from numflash.cache import calls
+from numflash.cache.calls import MOST_CALLS
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
 
 HEADS, KV_HEADS, D = 4, 2, 32
@@ -105,6 +107,39 @@ def test_more_calls_than_are_kept():
         scale = 0.1 + n / 1000
         wanted = exact(query, key, value, scale)
         np.testing.assert_allclose(cache.decode(query, scale=scale), wanted, atol=2e-6)
+
+
+def test_what_a_cache_keeps_of_its_calls_is_bounded():
+    cache = numflash.KVCache(1, KV_HEADS, D, 4096, "float32")
+    for n in range(1, 70):
+        cache.append(normal(1, KV_HEADS, n, D), normal(1, KV_HEADS, n, D))
+    calls = cache._memory.calls
+    assert len(calls.shapes) <= MOST_CALLS
+    for n in range(1, 2 * MOST_CALLS):
+        cache.decode(normal(1, HEADS, n % 40 + 1, D), scale=np.array(0.1), splits=1 + n // 40)
+    assert len(calls._plans) <= MOST_CALLS + 1 and len(calls._calls) <= MOST_CALLS + 1
+
+
+def test_a_call_of_another_thread_between_two_looks():
+    """`succeeded` is for the call that it was given, whatever `last` is by then."""
+
+    class Calls(calls.Calls):
+        looks = 0
+
+        @property
+        def last(self):
+            self.looks += 1
+            return mine if self.looks == 1 else others
+
+        @last.setter
+        def last(self, value):
+            self.kept = value
+
+    mine, others = calls.LastCall((1, 2, 1, 8)), calls.LastCall((1, 2, 5, 8))
+    made = object.__new__(Calls)
+    made.results = {}
+    made.succeeded((1, 2, 1, 8), (1, 2, 1, 8))
+    assert made.kept == mine._replace(wanted=(1, 2, 1, 8))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

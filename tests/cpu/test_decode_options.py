@@ -200,3 +200,28 @@ def test_a_call_has_its_own_options_whatever_the_last_one_had():
     for wrong in ({"softcap": -1.0}, {"alibi_slopes": SLOPES * np.float32(np.inf)}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             cache.decode(q, **wrong)
+
+
+def test_a_softcap_of_zero_of_any_kind_is_none():
+    """A plan made for options is taken, and has those of its last call."""
+    rng = np.random.default_rng(14)
+    cache = KVCache(1, 2, 32, 50)
+    cache.append(*(rng.standard_normal((1, 2, 50, 32), np.float32) for _ in "kv"))
+    q = rng.standard_normal((1, 4, 1, 32), np.float32)
+    plain, lse = cache.decode(q, return_lse=True)
+    for options in ({"softcap": 0.5}, {"alibi_slopes": np.ones(4)}):
+        for zero in (np.float32(0), np.float64(0), np.int64(0)):
+            cache.decode(q, **options)
+            found = cache.decode(q, softcap=zero, return_lse=True)
+            assert np.array_equal(found[0], plain) and np.array_equal(found[1], lse)
+
+
+def test_a_scale_beyond_float32_of_either_sign():
+    """A score of 0 stays 0, and is seen: 0 * infinity would be NaN."""
+    key = np.ones((1, 1, 2, 32), np.float32)
+    key[0, 0, 0, ::2] = -1
+    cache = KVCache(1, 1, 32, 8, "int8", rotate=False)
+    cache.append(key, np.float32([1, 2]).reshape(1, 1, 2, 1).repeat(32, 3))
+    query = np.full((1, 1, 1, 32), 1e38, np.float32)
+    for scale, wanted in ((-1e20, 1), (1e20, 2)):  # scores 0 and -+3e59
+        np.testing.assert_allclose(cache.decode(query, scale=scale), wanted, rtol=1e-2)

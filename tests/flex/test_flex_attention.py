@@ -11,6 +11,7 @@ import numflash
 from flex import gallery as g
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
+F = np.float32
 CLOSE = {"float32": 4e-6, "bfloat16": 4e-2, "float16": 4e-3}
 
 
@@ -136,6 +137,42 @@ def test_unseen_nan_stays_out_and_huge_scores_are_kept():
 
     out = numflash.flex_attention(q, k, v, huge)
     assert np.abs(out - g.oracle(q, k, v, huge)[0]).max() < 1e-6
+
+
+LOWEST = float(np.finfo(np.float32).min)
+BIAS = np.where(np.arange(g.S) < 9, F(LOWEST), F(0)).astype(np.float32)
+
+
+@pytest.mark.parametrize("impl", ["auto", "portable", "cuda-emulator", "cuda-emulator:sm_90a"])
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["number", "array"])
+def test_the_lowest_number_hides_no_key(impl, bias):
+    """A row of nothing else is the mean of all values, as in PyTorch; -inf gives 0."""
+    q, k, v = g.operands(8)
+    precision = "float16" if "cuda" in impl else "float32"
+
+    def lowest(score, b, h, q, k):
+        return np.where((k <= q) & (k >= 9), score, LOWEST) if bias is None else score + bias[k]
+
+    exact = numflash.flex_attention(q, k, v, lowest, impl="reference")
+    kept = q[:, :, :9], k[:, :, :9], v[:, :, :9]  # with the bias nothing but these keys
+    if bias is None:
+        np.testing.assert_allclose(exact[:, :, :9].sum(), 9 * v.mean(2).sum(), rtol=1e-5)
+    else:
+        lowest_alone = numflash.flex_attention(*kept, lowest, impl=impl, precision=precision)
+        tied = np.broadcast_to(v[:, :, :9].mean(2, keepdims=True), lowest_alone.shape)
+        assert np.abs(lowest_alone - tied).max() < CLOSE[precision]
+    options = [{"precision": precision}] + [{"precision": "int8"}] * (impl == "auto")
+    for chosen in options:
+        out = numflash.flex_attention(q, k, v, lowest, impl=impl, **chosen)
+        assert np.abs(out - exact).max() < CLOSE.get(chosen["precision"], 0.1)
+    if impl == "auto":
+        out, lse = numflash.flex_attention(q, k, v, lowest, return_lse=True)
+        found = numflash.attention_backward(out, q, k, v, out, lse, score_mod=lowest)
+        wanted = numflash.attention_backward(
+            out, q, k, v, out, lse, score_mod=lowest, impl="reference"
+        )
+        for mine, right in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine, right, atol=2e-5)
 
 
 def test_captured_arrays_and_numbers_are_read_anew():

@@ -26,6 +26,30 @@ def test_states_are_right_and_mostly_exact(mask_mod, size):
         assert np.array_equal(found, wanted)
 
 
+@pytest.mark.parametrize(
+    "compared",
+    [
+        lambda i, j: (i + 1) * 1e38 == (j + 1) * 1e38,  # infinity == infinity
+        lambda i, j: (i + 1) * 1e38 < (j + 1) * 1e38,
+        lambda i, j: (i + 1) * 1e30 * 1e30 * 0.0 < 1.0,  # NaN
+    ],
+)
+def test_masks_of_numbers_that_float32_does_not_hold(compared):
+    q, k, v = g.operands()
+
+    def mask_mod(b, h, q, k):
+        return compared(q, k) | (k == 0)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        i, j = np.arange(g.L, dtype=np.float32)[:, None], np.arange(g.S, dtype=np.float32)
+        seen = compared(i, j) | (j == 0)
+    wanted = numflash.attention(q, k, v, seen)
+    for size in (16, 128):
+        mask = numflash.create_block_mask(mask_mod, None, None, g.L, g.S, size)
+        found = numflash.flex_attention(q, k, v, block_mask=mask)
+        assert np.abs(found - wanted).max() < 2e-6
+
+
 def test_blocks_of_one_entry_or_head_are_not_those_of_others():
     """B and H None for a function that depends on them: its own word counts, as in PyTorch."""
     q, k, v = g.operands()

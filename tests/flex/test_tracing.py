@@ -5,6 +5,7 @@ import functools
 import mmap
 import sys
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -337,3 +338,19 @@ def test_arrays_of_jax_are_read_and_its_functions_refused():
     ):
         with pytest.raises(ArgumentTypeError, match=r"Functions of JAX .* np\.where"):
             numflash.flex_attention(x, x, x, wrong)
+
+
+def test_strides_of_a_captured_array_that_change_in_place():
+    base = np.arange(80.0)
+    table = base[:40]
+
+    def score_mod(score, b, h, q, k):
+        return score + table[k]
+
+    traced = prepare(score_mod, None)
+    assert prepare(score_mod, None) is traced
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        table.strides = (16,)
+    again = prepare(score_mod, None)
+    assert again is not traced and np.array_equal(again.graph.arrays[0], base[::2])

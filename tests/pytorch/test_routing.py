@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
 import torch.nn.attention.flex_attention as torch_flex
+from torch.overrides import TorchFunctionMode
 from torch_cases import SDPA, K, Q, V, draw
 
 import numflash
@@ -140,3 +141,38 @@ def test_multi_head_attention_that_returns_weights_is_counted():
         assert routed.calls == 1 and not routed.fallbacks
         layer(x, x, x)
     assert routed.calls == 1 and "need_weights=False" in next(iter(routed.fallbacks))
+
+
+def test_a_block_that_ctrl_c_ended_before_it_began_changes_nothing(monkeypatch):
+    """Ctrl-C after PyTorch's function was replaced, or before that was counted."""
+    q = draw(1, 2, 8, 16)
+    original = torch_flex.flex_attention
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchFunctionMode, "__enter__", interrupted)
+        with pytest.raises(KeyboardInterrupt), nt.use():
+            pass
+    assert torch_flex.flex_attention is original
+    nt.flex._inside += 1  # an interrupt right after the count
+    try:
+        with nt.use() as routed:
+            torch_flex.flex_attention(q, q, q)
+        assert routed.calls == 1
+    finally:
+        nt.flex._inside -= 1
+        with nt.use():
+            pass
+    assert torch_flex.flex_attention is original
+
+
+def test_a_signal_handler_may_call_while_a_lock_is_held():
+    from numflash.flex import prepared
+    from numflash.tiling.store import Store
+
+    for lock in (nt.flex._lock, prepared._lock, Store()._lock):
+        with lock:
+            assert lock.acquire(blocking=False)
+            lock.release()

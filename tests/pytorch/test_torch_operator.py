@@ -119,7 +119,7 @@ def test_opcheck_of_the_backward_pass():
         given = {name: options[name] for name in ("attn_mask", "sinks")}
         out, lse = nt.attention(Q, K, V, return_lse=True, **given)
         arguments = torch.ones_like(out), Q, K, V, out, lse, *options.values(), *wanted
-        torch.library.opcheck(torch.ops.numflash.attention_gradients.default, arguments)
+        torch.library.opcheck(torch.ops.numflash.attention_backward.default, arguments)
 
 
 def test_an_equal_gradient_call_takes_the_results_that_the_first_one_takes():
@@ -129,7 +129,7 @@ def test_an_equal_gradient_call_takes_the_results_that_the_first_one_takes():
 
     def gradients(**changed):
         x = given | changed
-        operator = torch.ops.numflash.attention_gradients.default
+        operator = torch.ops.numflash.attention_backward.default
         options = *DEFAULTS.values(), False, False
         return operator(x["grad_out"], Q, K, V, x["out"], x["lse"], *options)
 

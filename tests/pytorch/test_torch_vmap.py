@@ -106,5 +106,7 @@ def test_gradients_of_samples():
     grads = torch.randn(N, *out.shape, generator=DRAW)
     many = torch.autograd.grad(out, inputs, grads, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(out, inputs, g, retain_graph=True) for g in grads]
-    for mine, right in zip(many, zip(*each, strict=True), strict=True):
-        assert torch.equal(mine, torch.stack(right))
+    mapped = torch.vmap(lambda g: torch.autograd.grad(out, inputs, g, retain_graph=True))(grads)
+    for found in (many, mapped):
+        for mine, right in zip(found, zip(*each, strict=True), strict=True):
+            assert torch.equal(mine, torch.stack(right))

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...jit import guard
 from ...jit.scratch import Layout, scratch
+from ...jit.threads import threads_stay
 from ...numerics.fixedpoint import LOG2E
 from ...tiling import Store
 from ...validation import Problem
@@ -89,7 +90,7 @@ class GradientPlan:
                 numbers = numbers.copy()
                 buffers = self.layout.guarded()
                 numbers[PLACES] = [x.ctypes.data - room.address for x in buffers]
-            if not self.call(*operands, room.address, numbers, self.reals):
+            if not threads_stay(self.call, *operands, room.address, numbers, self.reals):
                 return None
             nb, nh, _, length, _, _, _ = self.shape
             skip, delta = (

@@ -71,7 +71,9 @@ def make_integers(tile: Tile, rows: int, changed: bool):
                 out[1, e] = np.subtract(x, np.left_shift(high, I(LOW_BITS)))
             else:
                 out[last, e] = x
-        limited = max(min(F(s * c), LARGEST_SCALE), -LARGEST_SCALE)  # no product with an int32 is NaN
+        limited = max(
+            min(F(s * c), LARGEST_SCALE), -LARGEST_SCALE
+        )  # no product with an int32 is NaN
         return np.multiply(I(-q_offset), total), limited
 
     @bare(forceinline=True)

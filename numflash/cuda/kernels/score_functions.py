@@ -115,7 +115,9 @@ def make_apply(own: int, name: str, root: str, key_tiles: int, part: int = 4) ->
                     j = ptx.imin(i32(first + 8 * (turn * part + n) + (e & 1)), i32(keys - 1))
                     x = s[4 * n + e]
                     if changes:
-                        x = value(x * scale, b, head[e >> 1], q[e >> 1], j, pointers) * LOG2E
+                        # rounded towards zero: only -infinity hides, not the lowest number
+                        x = value(x * scale, b, head[e >> 1], q[e >> 1], j, pointers)
+                        x = ptx.fma_toward_zero(x, LOG2E, f32(0))
                     elif not value(x, b, head[e >> 1], q[e >> 1], j, pointers):
                         x = NEG_INF
                     s[4 * n + e] = x
