@@ -37,7 +37,6 @@ from .tile_memory import ONCE, PER_ROW, PER_VALUE, Form, Memory
 __all__ = ["Form", "TileWriter", "emit"]
 LOWEST = -32768
 HUGE = 2.0**100  # units of scores are far below 2**28
-LARGEST = 2.0**128 * (1 - 2.0**-20)  # of what is divided and multiplied by a unit again
 
 
 def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:
@@ -160,17 +159,8 @@ class TileWriter(Memory):
             return self.many.mul(self.raw, self.many.splat(self.one.mul(self.args["scale"], unit)))
         if self.form.double or not any(map(self._may_be_huge, self.program.nodes)):
             return self._times(score, unit)
-        return self._within_range(self.get(score), unit)
-
-    def _within_range(self, x: Any, unit: Any) -> Any:
-        """x * unit where finite numbers stay finite: -inf would hide a key that a finite score, such as
-        `torch.finfo(torch.float32).min`, does not hide.
-        """
-        b, many = self.b, self.many
-        lowest = many.splat(b.fdiv(self.one.number(-LARGEST), unit))
-        near = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
-        hidden = b.fcmp_ordered("==", x, many.number(-math.inf))
-        return b.fmul(b.select(hidden, x, near), many.splat(unit))
+        # -inf would hide a key that a finite score, as `torch.finfo(torch.float32).min`, does not hide
+        return self.many.times_in_range(self.get(score), unit)
 
     def _unless_hidden(self, x: Any, hidden: Any) -> Any:
         seen = self.program.roots_by_name[2]

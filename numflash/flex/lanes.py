@@ -24,6 +24,8 @@ F64 = ir.DoubleType()
 CONTRACT = ("contract",)
 LOG2E = 1 / math.log(2)
 LN2 = math.log(2)
+TOWARDS_ZERO = 11  # a rounding of AVX-512
+LARGEST = 2.0**128 * (1 - 2.0**-20)  # of what is divided by a number and multiplied by it again
 # 1.5 * 2**23: adding it rounds a float32 below 2**22 to an integer, ties to even
 MAGIC = 12582912.0
 PI_PARTS = (
@@ -109,6 +111,22 @@ class Lanes:
 
     def times(self, x: Any, value: float) -> Any:
         return self.mul(x, self.number(value))
+
+    def times_in_range(self, x: Any, unit: Any) -> Any:
+        """x times a scalar from 1 up, in float32, where no finite x below 0 becomes -inf.
+
+        AVX-512 rounds towards zero for it, as CUDA's kernels do.
+        """
+        b, units = self.b, self.splat(unit)
+        if self.n == 16:
+            of = self.of(F32)
+            kind = ir.FunctionType(of, [of, of, I32])
+            multiply = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.mul.ps.512")
+            return b.call(multiply, [x, units, I32(TOWARDS_ZERO)])
+        lowest = self.splat(b.fdiv(F32(-LARGEST), unit))
+        near = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
+        hidden = b.fcmp_ordered("==", x, self.number(-math.inf))
+        return b.fmul(b.select(hidden, x, near), units)
 
     def polynomial(self, coefficients: Sequence[float], x: Any) -> Any:
         """c0 + c1 * x + c2 * x**2 + ..."""
