@@ -12,6 +12,7 @@ from ..interop.arrays import import_array
 from ..validation.options import Options
 
 OPERANDS = ("query", "key", "value")
+MOST_TERMS = 64  # of a sum in float32
 DIFFERENTIABLE = (*OPERANDS, "attn_mask", "sinks", "scores")
 
 
@@ -53,8 +54,10 @@ def of_mask(scores: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     whole = (*(1,) * (scores.ndim - len(shape)), *shape)
     repeated = tuple(n for n, size in enumerate(whole) if size != scores.shape[n])
     with np.errstate(invalid="ignore", over="ignore"):
-        if repeated:
-            scores = scores.sum(axis=repeated, keepdims=True, dtype=np.float64)
+        for axis in repeated:  # few terms at first: float64 takes six times as long
+            wide = scores.shape[axis] > MOST_TERMS or scores.dtype == np.float64
+            dtype = np.float64 if wide else np.float32
+            scores = scores.sum(axis=axis, keepdims=True, dtype=dtype)
         return scores.reshape(shape).astype(np.float32, copy=False)
 
 

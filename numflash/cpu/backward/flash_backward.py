@@ -216,14 +216,23 @@ def make_backward(name: str):
                 gradients(x, dp, at, count, lse, delta, i, slope, p, ds)
 
     @inlined
-    def store_scores(transposed, tile, key, out):
-        """out (L, S) = the gradients of the tile's scores, where there are queries and keys."""
+    def store_scores(x, turned, tile, key, out):
+        """out (L, S) = the gradients x of the tile's scores, where there are queries and keys.
+
+        turned : a row of x has the keys of a query, not the queries of a key
+        """
         columns = min(tile.columns, out.shape[0] - tile.query)
-        far = min(tile.far, out.shape[1] - key)
+        first, count = tile.near, min(tile.far, out.shape[1] - key) - tile.near
         for i in range(columns):
-            row = out[tile.query + i]
-            for r in range(tile.near, far):
-                row[key + r] = transposed[r * QUERIES + i]
+            row = out[tile.query + i, key + first :]
+            if turned:
+                source = x[i * KEYS + first :]
+                for r in range(count):
+                    row[r] = source[r]
+            else:
+                source = x[first * QUERIES + i :]
+                for r in range(count):
+                    row[r] = source[r * QUERIES]
 
     @inlined
     def turn(tile, work):
@@ -331,6 +340,7 @@ def make_backward(name: str):
             or options.softcap > F(0)
             or options.slopes.size > 0
         )
+        wanted = out.scores.size > 0
         while True:
             task = next_task(counter)
             if task >= n_heads * splits:
@@ -353,11 +363,12 @@ def make_backward(name: str):
                     products(work.k, head.q_packed, factors.scores, tile, work.scores)
                     products(work.v, head.do_packed, F(1), tile, work.slopes)
                     weigh(options, dense, head, key, tile, s, built_in, called, work)
-                    if out.scores.size > 0:
-                        sloped = called or options.softcap > F(0)
-                        unsloped = work.transposed if sloped else work.slopes
-                        store_scores(unsloped, tile, key, out.scores[n])
+                    sloped = called or options.softcap > F(0)
+                    if wanted and sloped:
+                        store_scores(work.transposed, False, tile, key, out.scores[n])
                     add_gradients(head, tile, work)
+                    if wanted and not sloped:  # dS is in `transposed` by now
+                        store_scores(work.transposed, True, tile, key, out.scores[n])
                 store_rows(work.dk, min(keys, s - key), factors.dk, out.dk[n], key)
                 store_rows(work.dv, min(keys, s - key), F(1), out.dv[n], key)
             if splits == 1:
