@@ -143,7 +143,10 @@ LOWEST = float(np.finfo(np.float32).min)
 BIAS = np.where(np.arange(g.S) < 9, F(LOWEST), F(0)).astype(np.float32)
 
 
-@pytest.mark.parametrize("impl", ["auto", "portable", "cuda-emulator", "cuda-emulator:sm_90a"])
+HOPPER = pytest.param("cuda-emulator:sm_90a", marks=pytest.mark.slow)  # a kernel of its own
+
+
+@pytest.mark.parametrize("impl", ["auto", "portable", "cuda-emulator", HOPPER])
 @pytest.mark.parametrize("bias", [None, BIAS], ids=["number", "array"])
 def test_the_lowest_number_hides_no_key(impl, bias):
     """A row of nothing else is the mean of all values, as in PyTorch; -inf gives 0."""
