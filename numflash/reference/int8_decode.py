@@ -1,6 +1,7 @@
 """The definition of INT8 decode over one sequence of a KV cache, in NumPy.
 
-Queries of 16 bits, weights of 15 bits, an unrounded row sum: the bits of every decode kernel.
+Queries of 14 bits and a sign, weights of 15 bits, an unrounded row sum: the bits of every decode
+kernel.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 New tokens against one split of one KV head's keys, with the CPU cache's bits.
 
-`reference.integer_decode` is the definition: query and weights have 15 bits, in two planes of
-bytes, so the tensor cores multiply twice; scores and sums of a key block of 128 are exact integers,
-each value's scale is folded into its weight, and every float operation between them is rounded
-once. How the four warps of a block share the work: `decode_pieces`; what a lane holds:
-`decode_columns`. The values are stored transposed (channel after channel), because the second
-product needs four consecutive keys in a register. INT4 differs in how bytes become fragments
-(`decode_codes`), in what a product is divided by, and in the query, which has 8 bits in one plane.
+`reference.integer_decode` is the definition: the query has 14 bits and a sign, weights have 15
+bits, both in two planes of bytes, so the tensor cores multiply twice; scores and sums of a key
+block of 128 are exact integers, each value's scale is folded into its weight, and every float
+operation between them is rounded once. How the four warps of a block share the work:
+`decode_pieces`; what a lane holds: `decode_columns`. The values are stored transposed (channel
+after channel), because the second product needs four consecutive keys in a register. INT4 differs
+in how bytes become fragments (`decode_codes`), in what a product is divided by, and in the query,
+which has 8 bits in one plane.
 """
 
 from __future__ import annotations
