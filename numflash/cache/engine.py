@@ -2,14 +2,16 @@
 
 After "API Usage Flow" of the T4 architecture (docs/sources.md):
 
-    uninitialised                -- init -->        initialised
-    initialised, output ready    -- load_qkv -->    ready
-    ready                        -- decode -->      ready
-    ready                        -- get_output -->  output ready
-    ready, output ready          -- reset -->       initialised
-    any                          -- cleanup -->     uninitialised
+    uninitialised                       -- init -->        initialised
+    initialised, ready, output ready    -- load_qkv -->    ready
+    ready                               -- decode -->      ready
+    ready, output ready                 -- get_output -->  output ready
+    initialised, ready, output ready    -- reset -->       initialised
+    any                                 -- step -->        output ready
+    any                                 -- cleanup -->     uninitialised
 
-`step` is its one-call `decode`, which initialises by itself.
+In the state ready `get_output` needs a `decode` before it. `step` is the one-call `decode` of that
+architecture, which initialises by itself.
 """
 
 from __future__ import annotations
@@ -70,7 +72,22 @@ class DecodeEngine:
         self.state = State.INITIALISED
 
     def load_qkv(self, query: Any, key: Any, value: Any) -> None:
-        """Append key and value (B, Hkv, n, D) and keep query (B, H, n, D) for the next `decode`."""
+        """Append key and value to the cache and keep the query for the next `decode`.
+
+        Parameters
+        ----------
+        query : (B, H, n, D) array of floats
+            H a multiple of kv_heads. It is not copied, and checked by `decode`.
+        key : (B, Hkv, n, D) array of floats
+        value : (B, Hkv, n, Dv) array of floats; None with `value_in_key`
+
+        Raises
+        ------
+        StateError
+            `init` has not been called.
+        CacheFullError, ArgumentError, ArgumentTypeError
+            As `KVCache.append` raises them; the state stays as it was.
+        """
         self._allow("load_qkv", State.INITIALISED, State.READY, State.OUTPUT_READY)
         self._cache.append(key, value)
         self._query, self._output, self.state = query, None, State.READY
@@ -120,8 +137,25 @@ class DecodeEngine:
     def step(self, query: Any, key: Any, value: Any) -> np.ndarray:
         """load_qkv, decode and get_output in one call, on a card one CUDA graph.
 
-        Initialises by itself. The output is `get_output`'s: the next step writes over it, so copy what
-        you want to keep.
+        Initialises by itself.
+
+        Parameters
+        ----------
+        query : (B, H, n, D) array of floats
+            H a multiple of kv_heads.
+        key : (B, Hkv, n, D) array of floats
+        value : (B, Hkv, n, Dv) array of floats; None with `value_in_key`
+
+        Returns
+        -------
+        out : (B, H, n, Dv) array of the query's kind and dtype
+            As of `get_output`: for a float32 NumPy query the next step writes over it, so copy what
+            you want to keep.
+
+        Raises
+        ------
+        CacheFullError, ArgumentError, ArgumentTypeError, UnsupportedError
+            As `KVCache` and `KVCache.step` raise them.
         """
         if self.state is State.UNINITIALISED:
             self.init()

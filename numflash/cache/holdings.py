@@ -214,6 +214,11 @@ class Holdings:
         """Fill an empty cache with the `state` of one of the same sizes, dtype, rotation, window and
         sinks.
 
+        Parameters
+        ----------
+        state : dict of str to np.ndarray
+            What `state` returned, or `np.load` of what `np.savez` stored of it.
+
         Raises
         ------
         ArgumentError

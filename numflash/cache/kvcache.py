@@ -61,7 +61,7 @@ class KVCache(Appending):
         Sequences; heads of K and V; channels, 1 to 576; tokens a sequence can hold (`reserve`
         raises it).
     dtype : "int8", "int4", "float32", "bfloat16" or "float16"
-        Storage. INT8 has one scale per token and head for K and for V; the query is rounded to 15
+        Storage. INT8 has one scale per token and head for K and for V; the query is rounded to 14
         bits and a sign, weights to 15 bits, products are exact integers, and results have the bits
         of `reference.integer_decode`. INT4 is the same with rows rotated by a Hadamard matrix and
         rounded to 16 levels, and a query of 8 bits: half the memory, see `numflash.reference.int4`.
@@ -186,6 +186,7 @@ class KVCache(Appending):
         out : (B, H, L, Dv) float32, contiguous, or None
             Where to write, also over the query; a new array unless given.
         return_lse : bool
+            Also return the log-sum-exp of each row's scores.
         softcap : float
             Scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes : (H,) floats or None
@@ -383,7 +384,7 @@ class KVCache(Appending):
         Raises
         ------
         CacheFullError, ArgumentError, ArgumentTypeError
-            Nothing is appended by a call that raises.
+            Nothing is appended by a call that raises one of these.
         """
         memory = self._memory or self._open()
         shared, equal = self.value_in_key, None

@@ -25,7 +25,8 @@ INT8_TOP, INT4_TOP = F(127), F(15)  # the largest stored numbers; INT4's are odd
 def offset_of(key: np.ndarray, settings: Settings) -> np.ndarray:
     """(Hkv, D) float32 to subtract from all keys of a sequence whose first are key (Hkv, n, D).
 
-    Zeros for fewer than `SMOOTH_TOKENS` keys. Keys that are not finite have no say.
+    Zeros for fewer than `SMOOTH_TOKENS` keys. Keys that are not finite
+    are left out of the means.
     """
     heads, n, d = key.shape
     if n < SMOOTH_TOKENS:
@@ -38,7 +39,9 @@ def offset_of(key: np.ndarray, settings: Settings) -> np.ndarray:
         first = tokens[:, 0].astype(F) - means
         moved = means + (first - _storable(first, settings))
         before, after = (_size(tokens[:, 1:], finite[:, 1:].sum(1), x) for x in (means, moved))
-    taken = finite[:, 0] & (after <= MOST * before)[:, None]  # NaN is not
+    taken = (
+        finite[:, 0] & (after <= MOST * before)[:, None]
+    )  # NaN compares false: the means are used
     return np.where(taken, moved, means)
 
 
