@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,6 @@ from .collector import resting
 from .disk_cache import cached, named, salt, separate_functions, symbols
 from .interrupts import uninterrupted
 from .tuples import pass_whole
-
-logger = logging.getLogger("numflash")
 
 if numba.config.DISABLE_JIT:
     raise UnsupportedError(
@@ -95,14 +92,14 @@ class InlineLibrary(codegen.JITCodeLibrary):
     """
 
     def _optimize_final_module(self) -> None:
-        """Not here: it is optimised with the code of each caller."""
+        """Does nothing: the IR is optimised together with each caller."""
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        """None: nothing calls it."""
+        """0: nothing calls it by its address."""
         return 0
 
     @property

@@ -11,8 +11,7 @@ twice with two fillings:
   time.
 
 Either raises `GuardError` with the buffer's name. Without the variable nothing of this is compiled
-or called. The kernels must not be in use by several Python threads for speed: guarded calls wait
-for each other.
+or called. Guarded calls run one at a time: the guard is not for measuring speed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ..errors import GuardError
 ON = os.environ.get("NUMFLASH_GUARD", "") not in ("", "0")
 SYMBOL = "numflash_guard_allocate"  # what guarded kernels call for memory
 MARGIN = 1 << 16  # bytes of canaries on either side
-LINE = 64
+LINE = 64  # bytes of a cache line
 # A signalling NaN and -6e18 as float32 and, by their upper halves, as bfloat16; large integers of
 # both signs.
 FILLINGS = (np.uint32(0x7FA1A1A1), np.uint32(0xDEB2B2B2))

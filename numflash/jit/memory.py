@@ -21,7 +21,7 @@ from numba.np.numpy_support import as_dtype
 
 from . import guard
 
-LINE = 64
+LINE = guard.LINE
 
 
 def empty(shape: tuple[int, ...], dtype: Any, name: str = "") -> np.ndarray:

@@ -18,7 +18,6 @@ from .append import slot_of
 from .slots import coverage
 
 F = np.float32
-I = np.int32
 softcap = bare(fx.softcap)
 
 

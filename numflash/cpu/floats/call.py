@@ -25,7 +25,6 @@ from .float_packing import make_pack_keys, pack_columns, pack_pairs
 from .float_state import Operands, Results, Sizes
 
 F = np.float32
-U = np.uint32
 LARGEST = 2.0**120  # scores and their sums stay below
 TASKS = 4  # query tiles for each thread, at least
 

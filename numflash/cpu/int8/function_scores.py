@@ -27,7 +27,6 @@ from ..semantics import HIDDEN, UNSEEN
 from .blocks import score_block
 from .rows import MOST_OCTAVES, hide_edges, hide_first
 
-F = np.float32
 I = np.int32
 ROWS = 24  # float32 scores of so many rows and a block of keys, 12 KB, stay in L1
 

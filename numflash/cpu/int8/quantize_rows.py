@@ -66,9 +66,6 @@ def row_at(x, n, i):
     return x.start + n // x.heads * x.batch + n % x.heads * x.head + i * x.row
 
 
-SIZES = {"float32": 4, "bfloat16": 2}
-
-
 def _floats(b, kind, base, element):
     """LANES values from `element` on, as float32; bfloat16 is the upper half of one."""
     if kind == "float32":
