@@ -98,7 +98,8 @@ THREAD_WORK = {"float32": 4 << 20, "bfloat16": 8 << 20, "int8": 8 << 20}
 def workers(kind: str, multiplications: int) -> int:
     """The most threads that a problem of so many multiplications uses.
 
-    Each has at least `THREAD_WORK` of them.
+    Each thread gets at least `THREAD_WORK` multiplications: with fewer, another thread does not
+    make the call faster.
     """
     return max(1, multiplications // THREAD_WORK[kind])
 

@@ -15,8 +15,8 @@ def _int8_buffers(score: str, weight: str, packed: str = "int8") -> tuple[Buffer
         Buffer("P weights", "block_q", "key_block", weight),
         Buffer("sums of P", "block_q", "lanes", "int32"),
         Buffer("O accumulator", "block_q", "dv", "float32"),
-        Buffer("m, l, scales, sums", "block_q", 6, "float32"),
-        Buffer("octaves", "block_q", 1, "int16"),
+        Buffer("m, l, octaves, scales, sums", "block_q", 6, "float32"),
+        Buffer("tops", "block_q", 1, "int16"),
     )
 
 

@@ -10,7 +10,7 @@ from ..jit.system import cache_sizes
 
 KEY_BLOCK = 128  # keys whose weights share one octave: the same on every device
 MAX_HEAD_DIM = 576  # of DeepSeek's latents: 512 channels and 64 of positions
-# the second: rows of whole swizzles
+# SWIZZLED_HEAD_DIMS: rows that are multiples of the 128-byte swizzle
 CUDA_HEAD_DIMS = (32, 64, 96, 128, 256)
 SWIZZLED_HEAD_DIMS = (64, 128, 256)
 CUDA_NARROW = 64
@@ -68,6 +68,7 @@ class Tiling:
 
     Attributes
     ----------
+    name : what `TILINGS` lists it by: instruction set, dtype and variant ("sm_80-float16-wide")
     device : "cpu" or "cuda"
     isa : instruction set of the micro-kernels ("avx512_vnni", "sve", "sm_80", ...)
     dtype : type of the operands of the products
@@ -75,9 +76,9 @@ class Tiling:
     block_q : query rows per tile, a multiple of mr
     key_block : keys per tile, a multiple of nv * lanes
     buffers : what the inner loop touches, for the working set; on CUDA the shared memory of a block
-
-    head_dims, value_dims : what d and dv are rounded up to; all sizes if empty, and for dv d's if
-        only that is
+    source : the note that the sizes are from, or how the kernel is built; empty for most
+    head_dims : sizes that d is rounded up to; empty: not rounded
+    value_dims : the same for dv; empty: head_dims
 
     On CUDA the register block is a warp's (sm_90a: a warpgroup's) tile of scores: mr rows of nv
     products of 8 keys.
