@@ -71,7 +71,7 @@ def no_tiles(address):
 class Semantics(NamedTuple):
     """Which keys a row attends to and how its scores change.
 
-    Arrays of one element where an option is off.
+    Arrays are empty where an option is off; INT8's shift and slopes then hold one 0.
 
     left, right, diagonal, key_lengths : as in `validation.Problem`, with NO_LIMIT for None
     general : masks, bias, softcap or slopes are to be looked at
@@ -88,10 +88,10 @@ class Semantics(NamedTuple):
     bias: np.ndarray  # the same in float32
     has_mask: bool
     has_bias: bool
-    softcap: float  # float32, Q8.8 units, 0 = none
+    softcap: float  # float32, Q8.8 units (INT8; float kernels: log2), 0 = none
     # (B, H, L) float32, in units of the softcap: what smoothing took from each score
     shift: np.ndarray
-    slopes: np.ndarray  # (B, H) float32, Q8.8 units
+    slopes: np.ndarray  # (B, H) float32, Q8.8 units (INT8; float kernels: log2)
     extreme: bool = False
     functions: ScoreTiles = NO_TILES
 
@@ -146,7 +146,10 @@ OPTION_NUMBERS = len(OptionNumbers._fields)
 
 
 def option_numbers(options: Semantics) -> OptionNumbers:
-    """The numbers of contiguous options, which must outlive them."""
+    """Addresses and sizes of the options' arrays.
+
+    The arrays are contiguous, and must stay alive while the numbers are used.
+    """
     functions = options.functions
     arrays = (
         functions.states,

@@ -38,8 +38,11 @@ class Explanation:
     Attributes
     ----------
     shape : B, H, Hkv, L, S, D, Dv
+    precision : "int8", "float32", "bfloat16" or "float16": what the problem is computed in
     pv : what the second product of precision "int8" multiplies
     isa, tiling : what the kernels use
+    caches : sizes in bytes of the caches that the working set is compared with; on CUDA the shared
+        memory of a block
     visible : share of the score matrix that is computed
     operations : multiplications and additions of the two products over the visible part
     traffic : bytes of query, key, value and output, each moved once

@@ -4,9 +4,8 @@ What depends only on shapes, dtypes and options is decided by the first of equal
 
 A call is looked up by the shapes and dtypes of its three arrays, and the values and types of its
 options. The first one is checked in full and, where it succeeds, leaves a `Plan`; the next equal
-call checks what it alone can get wrong (nothing: shapes, dtypes and options are all that is
-checked), brings its arrays into contiguous memory, allocates its result and enters one compiled
-function.
+call checks only the process (fork) and what a tensor can get wrong besides its dtype, brings its
+arrays into contiguous memory, allocates its result and enters one compiled function.
 
 Only calls on NumPy arrays or PyTorch's tensors, without masks, lengths, slopes and sinks, whose
 values would have to be looked at, leave a plan here. That of tensors on a card is

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def resting() -> Iterator[None]:
-    """A `with` in which nothing is collected; afterwards it is as it was."""
+    """Context manager: switches the garbage collector off, then restores its previous state."""
     collects = gc.isenabled()
     gc.disable()
     try:

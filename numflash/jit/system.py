@@ -1,7 +1,7 @@
 """Queries to the operating system. Each has a fallback, so that other systems run the same code.
 
 Linux describes its caches in sysfs and permits AMX tiles on request; macOS describes its caches by
-sysctl; Windows is not asked. OpenMP and its problem with fork are in `threads`.
+sysctl; on Windows the fallbacks are used. OpenMP and its problem with fork are in `threads`.
 """
 
 from __future__ import annotations

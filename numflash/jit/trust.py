@@ -2,7 +2,8 @@
 
 Loading a kernel runs what is in the file, so a folder of compiled kernels is as sensitive as one of
 programs. Files and folders are used if they belong to the user or to root, and nobody else may
-write to them. Windows has no such permissions, and a user's own folders there.
+write to them. On Windows nothing is checked: it has no such permissions, and the folders are in the
+user's profile.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# of float64's bits those that float32 lacks, and what they are half way between two float32 numbers
+# LOST: the 29 bits of float64's fraction that float32 lacks. HALF_WAY: these bits for a number
+# exactly between two float32 numbers.
 LOST, HALF_WAY = np.uint64(0x1FFFFFFF), np.uint64(0x10000000)
 UP, DOWN = np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -17,9 +18,9 @@ def rounding_error(product: np.ndarray, c: np.ndarray, total: np.ndarray) -> np.
 def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float32 arrays, as float64 that becomes the right float32 when it is rounded.
 
-    The product is exact: 48 bits. Their sum is rounded, and rounding it again goes wrong where it
-    lies half way between two float32 numbers now, and did not before: such a sum moves by its last
-    bit, to the side on which it was.
+    The product is exact: 48 bits. The sum is rounded to float64, then to float32. The second
+    rounding is wrong only if the float64 sum is exactly half way between two float32 numbers and
+    the exact sum is not. Such a sum is moved by its last bit toward the exact sum.
     """
     product = np.multiply(a, b, dtype=np.float64)
     total = product + c

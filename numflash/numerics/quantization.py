@@ -327,7 +327,7 @@ def quantize_problem(problem: Any) -> Any:
     Query per row, key smoothed and per row, value per channel; with pv "bf16" and "fp32" the value is a
     float32 array. Keys from `key_lengths` on are left out of means and scales, so padding never
     changes a bit. With a softcap or a score function the key is not smoothed:
-    it would see the shift.
+    either changes its result when a constant is added to all scores.
     """
 
     def heads(x: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ I = np.int32
 LARGEST = F(np.finfo(np.float32).max)
 INFINITE = I(0x7F800000)  # bits of +inf: |x| orders like its bits
 MAGNITUDE = I(0x7FFFFFFF)
-NO_SCALE = F(2.0**-100)  # peaks below this count as zero: their scale would leave float32
+NO_SCALE = F(2.0**-100)  # peaks up to this count as zero: their scale would leave float32
 ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even
 
 

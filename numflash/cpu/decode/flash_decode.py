@@ -16,10 +16,10 @@ A cache whose values are in its keys is for many query rows of one KV head: a ta
 `SHARED_ROWS` rows in several tiles, which share V of a block (`shared_values`), and K while it is in
 the caches.
 
-FlashDecoding++'s unified maximum is in `study.split_decode` only: with a constant in place of the
-maximum, and without the test for overflow that it then needs, float32 decode of 4096 keys is 0 to 1
-% faster (Granite Rapids), because the maximum is a few instructions beside the memory's time, and O
-is rescaled only after it has grown by eight octaves.
+On the CPU FlashDecoding++'s unified maximum is in `study.split_decode` only: with a constant in
+place of the maximum, and without the test for overflow that it then needs, float32 decode of 4096
+keys is 0 to 1 % faster (Granite Rapids), because the maximum is a few instructions beside the
+memory's time, and O is rescaled only after it has grown by eight octaves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
 
     changed : with the options of `changes`; the scratch is a `ChangedScratch` then.
 
-    decode(q, c, store, scratch, sizes, out, m_out, l_out), see its own words.
+    decode(q, c, store, scratch, sizes, out, m_out, l_out), see its docstring.
     """
     exact = tile.exact
     rotation = tile.rotation

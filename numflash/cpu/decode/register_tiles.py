@@ -132,8 +132,8 @@ def score_tile(tile: Tile, rows: int):
 
     Scores of a block's keys from j on, `tile.width` vectors of them.
 
-    Addresses: q rows of `tile.planes` planes of `words` words; k the first of these keys; scales
-    (128,) float32; work, from which START and CQ are taken. INT8 writes work[row, j + n] =
+    Addresses: q rows of `tile.query_planes` planes of `words` words; k the first of these keys;
+    scales (128,) float32; work, from which START and CQ are taken. INT8 writes work[row, j + n] =
     round(clip((float32(start + q.k) * scale) * cq)) as int32 Q8.8, HIDDEN where the scale is NaN;
     float storage writes (q.k) * cq as float32.
     """

@@ -15,7 +15,6 @@ from .changes import Rows
 from .tiles import CQ, ROWS, START, L, M, Tile
 
 F = np.float32
-I = np.int32
 UNSEEN = F(fx.MIN_OCTAVE)  # maximum of an integer row that has seen no key
 NOTHING = F(-3e38)  # maximum of a float row that has seen no key
 AGAIN = F(np.inf)  # maximum of a float row that is to be done again in float64
@@ -131,7 +130,9 @@ class Blocks(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Columns of the last row of `work` from which the state of the rows of a tile is stored.
+    """Columns of row number `rows` of `work`, the one behind the scores.
+
+    From these on the state of the rows of a tile is stored.
 
     most : rows that there is room for;  sums : row of `work` for the sum of a float row, where
         tiles are `shared` a vector for each row
@@ -159,5 +160,9 @@ def rows_together(tile: Tile, rows: int) -> int:
 
 
 def sums_rows(tile: Tile, rows: int) -> int:
-    """Rows of a worker's sums; behind those of its tiles, V of a block where it is made from K."""
+    """Rows of a worker's sums; behind those of its tiles, V of a block where it is made from K.
+
+    Else 64, of which `rows` are used: 64 rows of a multiple of 16 columns are whole pages of 4096
+    bytes, so the rows that two workers write do not share a page.
+    """
     return rows_together(tile, rows) + KEY_BLOCK * tile.size // 4 if tile.shared else 64

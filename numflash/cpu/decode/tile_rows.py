@@ -21,7 +21,7 @@ F = np.float32
 
 @functools.cache
 def make_tile_rows(tile: Tile, rows: int, changed: bool):
-    """(buffers, begin, take, leave) of tiles of `rows` rows, see their own words.
+    """(buffers, begin, take, leave) of tiles of `rows` rows, see their docstrings.
 
     take(blocks, query) adds key blocks (`task_data.Blocks`) to the sums of the rows.
     """

@@ -60,9 +60,9 @@ from ..isa.vectors_x86 import X86
 
 PORTABLE = Isa("portable", 4, 1, 4, 0)
 SCALABLE = ("sve512", "sve256")  # float storage is laid out for vectors of this length
-# The scratch of a tile: `work` (rows + 1, 128) int32, scores or weights of its rows and, in the
-# last row, the state, one 32-bit number for each of up to 8 rows from these columns on; in front of
-# them the ratios of the values, for float storage a row's sum.
+# The scratch of a tile: `work` (scratch rows, 128) int32, scores or weights of its rows and, in the
+# row behind them, the state, one 32-bit number for each of up to 8 rows from these columns on; in
+# front of them the ratios of the values, for float storage a row's sum.
 ROWS = 8
 RATIO, V_START, OCTAVE, SCALE, SHRINK, M, L, START, CQ = (
     0,
@@ -87,7 +87,7 @@ LOW_PLANE = KEY_BLOCK * 4 // 2  # bytes from a row of weights to its low plane: 
 # the 16 lines of scales of 528 a block, or reading them after the keys, costs the products 30 %, a
 # plain sum 16 %. Hence every line of the cache is read, in ascending order (`in_order`).
 # Other Zens were not measured and are treated as Zen 4.
-AHEAD = {"znver5": 8192, "znver": 0, "": 4096}  # names that begin with another come first
+AHEAD = {"znver5": 8192, "znver": 0, "": 4096}  # a name stands before its own prefixes
 
 
 def ahead(cpu: str) -> int:

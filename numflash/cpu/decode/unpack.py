@@ -28,7 +28,8 @@ def make_unpack(tile: Tile, parallel: bool):
 
     data, pages : of `task_data.Store`, its page numbers for this sequence
     sizes : (4,) int64: page size, columns, tokens, channels of K as stored
-    offset : (Hkv, D) float32, added to the keys of integers, rotated ones rotated back before
+    offset : (Hkv, D) float32, added to integer keys; the keys of a rotated cache are rotated back
+        first
     key, value : (Hkv, tokens or more, D) and (Hkv, ..., Dv) float32, written; NaN where a token was
         not finite
     """

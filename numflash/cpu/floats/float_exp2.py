@@ -11,7 +11,7 @@ from ..isa.vectors import (
 )
 from .float_isas import larger
 
-# 2**f on [-1/2, 1/2], minimax in relative error with the constant fixed at 1: 9.2e-8
+# 2**f on [-1/2, 1/2], minimax in relative error with the constant fixed at 1: 1.1e-7
 EXP2 = (
     1.0,
     0.6931470036506653,
@@ -24,7 +24,7 @@ LOWEST = -150.0  # 2**LOWEST is 0 in float32
 # 2**x is 0 below: times values down to 2**-14, weights then add up to normal numbers. Sums that
 # begin with a subnormal product cost Intel's CPUs 150 cycles each.
 FLOOR = -112
-# the same on [0, 1): 8.2e-8
+# EXP2's polynomial fitted on [0, 1), relative error 8.2e-8
 EXP2_FLOOR = (
     1.0,
     0.6931513118066539,

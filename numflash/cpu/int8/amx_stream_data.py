@@ -20,7 +20,7 @@ INTS, FLOATS, WORDS, BYTES = (
 class Turn(NamedTuple):
     """Byte offsets in a row of the table of turns.
 
-    Addresses of one query tile of 32 rows and one key block.
+    Addresses and numbers of one query tile of 32 rows and one key block.
     """
 
     q: int = 0  # rows of int8, `64 * steps` bytes apart

@@ -86,8 +86,8 @@ def make_block_scores(isa_name: str, pv: str):
 
     @bare(forceinline=True)
     def drop_unseen(job, semantics, block, called):
-        """Rows that look as if they left int16 only because all of the block is hidden from them
-        see nothing of it; whether a function, and whether mask or bias, hides it from some.
+        """Marks rows as unseen whose whole block is hidden: their octave looks as if int16 did not
+        hold the scores. Returns whether a function, and whether mask or bias, hid one.
         """
         by_function, by_mask = False, False
         if called.address != 0:

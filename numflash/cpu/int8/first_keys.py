@@ -92,7 +92,7 @@ def first_keys(
 
 
 def no_first_keys(n: int, columns: int) -> FirstKeys:
-    """What kernels with pv "fp32" take: they have no use for them."""
+    """What kernels with pv "bf16" and "fp32" take: they have no use for them."""
     return FirstKeys(
         np.zeros((n, FIRST_KEYS, 0), np.int16),
         np.zeros((n, FIRST_KEYS), F),

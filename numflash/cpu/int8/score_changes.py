@@ -6,8 +6,8 @@ The arithmetic of `semantics.transform_row`, to the bit: no multiply-add is fuse
 rounds once, as in the integer model. Where scores become int16, what is below them all is hidden
 either way; with `wide` they stay float32 and only -inf is.
 
-Dense biases and masks are asked for a key block ahead: their rows are too far apart for the
-hardware to foresee the next one.
+Dense biases and masks are prefetched one key block ahead: their rows are too far apart for the
+hardware prefetcher.
 """
 
 from __future__ import annotations

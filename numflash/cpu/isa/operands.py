@@ -39,7 +39,7 @@ class Scales(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """One of two stored tiles: that of an even or of an odd number."""
+    """One of two tile buffers: `number` mod 2 selects it."""
 
     room: Any  # their address
     number: Any

@@ -441,7 +441,7 @@ def apart(typingctx):
 
 @intrinsic
 def next_task(typingctx, counter):
-    """Take the next number from a shared counter (int64 array of one element).
+    """Take the next number from a shared counter (int64 array, its first element).
 
     Dynamic scheduling on any threading layer.
 

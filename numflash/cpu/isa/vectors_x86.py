@@ -1,4 +1,4 @@
-"""The x86 instruction sets: AVX-512 VNNI, AVX-VNNI and AVX2."""
+"""The x86 instruction sets: AMX, AVX-512 VNNI, AVX-VNNI and AVX2."""
 
 from __future__ import annotations
 
