@@ -179,18 +179,25 @@ def test_wrong_command_line(argv, capsys):
         (["tune", "--shape", "64", "600", "--model"], "head_dim: got 600"),
         (
             ["bench", "decode", "64"],
-            "head_dim: got 64, which 'decode' does not use; allowed: threads",
+            "head_dim: got 64, which decode does not use; allowed: threads",
         ),
-        (["bench", "decode", "--heads", "2"], "--heads: got 2, which 'decode' does not use"),
-        (["bench", "64", "--short"], "length: got 64, which 'short' does not use"),
+        (["bench", "decode", "--heads", "2"], "--heads: got 2, which decode does not use"),
+        (["bench", "64", "--short"], "L: got 64, which --short does not use; allowed: threads"),
+        (["bench", "decode", "128"], "head_dim: got 128, which decode does not use"),
+        (["bench", "64", "64", "1", "2", "--threads", "1"], "--threads: got 1, and threads 2"),
+        (["export", "int8-scores"], "--to: got nothing; allowed: numflash export KERNEL --to"),
+        (["export", "--to", "x"], "KERNEL: got nothing"),
         (["bench", "--short", "--causal"], "--causal: got True"),
-        (["bench", "--study", "exp2", "--threads", "2"], "--threads: got 2, which 'study'"),
-        (["bench", "--plot", "x.png", "--batch", "2"], "--batch: got 2, which 'plot'"),
+        (["bench", "--study", "exp2", "--threads", "2"], "--threads: got 2, which --study"),
+        (["bench", "--plot", "x.png", "--batch", "2"], "--batch: got 2, which --plot"),
         (["demo", "--threads", "999"], "threads: got 999"),
         (["bench", "--plot", ""], "--plot: got ''"),
         (["job", "slurm", "--environment", ""], "environment: got ''"),
-        (["estimate", "exp2", "--instructions"], "--instructions: got True, which 'exp2' does not"),
-        (["estimate", "check", "--head-dim", "64"], "--head-dim: got 64, which 'check' does not"),
+        (
+            ["estimate", "exp2", "--instructions"],
+            "--instructions: got True, which exp2 does not use; allowed: --cpu",
+        ),
+        (["estimate", "check", "--head-dim", "64"], "--head-dim: got 64, which check does not"),
     ],
 )
 def test_errors_are_one_line(argv, words, capsys, monkeypatch):
@@ -225,6 +232,21 @@ def test_no_memory_and_no_file_are_one_line_too(error, monkeypatch, capsys):
     monkeypatch.setattr(bench, "run", fails)
     assert cli.main(["bench"]) == 1
     assert capsys.readouterr().err == f"numflash: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage"),
+    [
+        (["info", "--jsn"], "numflash info [-h]"),
+        (["validate", "--quik"], "numflash validate [-h]"),
+        (["--versoin"], "numflash [-h]"),
+    ],
+)
+def test_a_misspelt_option_shows_the_commands_usage(argv, usage, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {usage}") and f"unrecognized arguments: {argv[-1]}" in said
 
 
 def test_module_and_version():

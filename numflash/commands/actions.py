@@ -126,31 +126,44 @@ USED = {
     "short": ("threads", "number_of_threads"),
     "study": (),
 }
-ALWAYS = ("command", "function", "default_of", "json")
+TABLES = ("plot", "short", "study")  # of `bench`, that an option asks for
+ALWAYS = ("command", "function", "defaults", "sub", "json")
 PLACES = ("length", "head_dim", "iterations", "threads")
 
 
 def _refuse_unused(args: argparse.Namespace, table: str) -> None:
     """Refuse what is given to a table of `bench` or `estimate` that does not use it."""
-    for name, value in vars(args).items():
-        if name in (*ALWAYS, *USED[table], table) or value == args.default_of(name):
+    for name in args.given:
+        if name in (*ALWAYS, *USED[table], table):
             continue
-        shown = "--threads" if name == "number_of_threads" else "--" + name.replace("_", "-")
-        if args.command == "bench" and name in PLACES:
-            shown = name
         used = [x for x in USED[table] if x not in ("length", "number_of_threads", "what")]
         raise ArgumentError(
-            f"{shown}: got {value}, which {table!r} does not use; allowed: "
-            f"{', '.join(used) or 'nothing beside it'}"
+            f"{_shown(args, name)}: got {getattr(args, name)}, which "
+            f"{'--' * (table in TABLES)}{table} does not use; allowed: "
+            f"{', '.join(_shown(args, x) for x in used) or 'nothing beside it'}"
         )
+
+
+def _shown(args: argparse.Namespace, name: str) -> str:
+    """An argument as the command's help shows it."""
+    if args.command == "bench" and name in PLACES:
+        return "L" if name == "length" else name
+    return "--threads" if name == "number_of_threads" else "--" + name.replace("_", "-")
+
+
+def _threads(args: argparse.Namespace) -> int:
+    """The number of `bench`, which may come at its place or by name."""
+    place, named = args.threads, args.number_of_threads
+    if named and "threads" in args.given and named != place:
+        raise ArgumentError(f"--threads: got {named}, and threads {place}; allowed: one of the two")
+    return named or place
 
 
 def bench(args: argparse.Namespace) -> Any:
     from . import bench as job
 
-    threads = args.number_of_threads or args.threads
-    named = ("plot", "short", "study")
-    tables = [f"--{name}" for name in named if getattr(args, name) not in (None, False)]
+    threads = _threads(args)
+    tables = [f"--{name}" for name in TABLES if name in args.given]
     if args.length == "decode":
         tables.append("decode")
     if len(tables) > 1:
@@ -222,10 +235,11 @@ def export(args: argparse.Namespace) -> Any:
         for name, text in known.items():
             print(f"{name:<18} {text}")
         return known
-    if not args.kernel or not args.to:
-        raise ArgumentError(
-            "export: got no KERNEL or no --to; allowed: numflash export KERNEL --to FOLDER, or --list"
-        )
+    for name, value in (("KERNEL", args.kernel), ("--to", args.to)):
+        if not value:
+            raise ArgumentError(
+                f"{name}: got nothing; allowed: numflash export KERNEL --to FOLDER, or --list"
+            )
     found = job.run(args.kernel, args.cpu, args.to)
     print(
         f"{found['kernel']} for {found['cpu']} ({found['isa']}): {found['instructions']} instructions"

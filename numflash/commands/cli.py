@@ -129,7 +129,13 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             HEAD_DIM,
             option("iterations", nargs="?", type=positive, default=5, help="at least; default 5"),
             count("threads", 1, nargs="?"),
-            option("--threads", type=positive, dest="number_of_threads", help="the same by name"),
+            option(
+                "--threads",
+                type=positive,
+                dest="number_of_threads",
+                metavar="N",
+                help="the same by name",
+            ),
             *CASE,
             option(
                 "--plot",
@@ -191,7 +197,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         actions.export,
         "a kernel for C: assembly, object, header, and a program that checks it",
         (
-            option("kernel", nargs="?", help="a name from --list"),
+            option("kernel", nargs="?", metavar="KERNEL", help="a name from --list"),
             CPU,
             option("--to", metavar="FOLDER", help="where the files go"),
             NAMES,
@@ -285,14 +291,34 @@ def parser() -> argparse.ArgumentParser:
         prog="numflash", description="FlashAttention in pure Python, at hardware speed."
     )
     top.add_argument("--version", action="version", version=f"numflash {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    commands = top.add_subparsers(dest="command", metavar="command")
     json_too = flag("--json", "print one JSON document instead of text")
     for function, text, arguments in COMMANDS:
         sub = commands.add_parser(function.__name__, help=text, description=text)
-        sub.set_defaults(function=function, default_of=sub.get_default)
+        defaults = {}
         for names, given in (json_too, *arguments):
-            sub.add_argument(*names, **given)
+            action = sub.add_argument(*names, **given)
+            defaults[action.dest] = action.default
+            action.default = None  # what is given may equal it
+        sub.set_defaults(function=function, defaults=defaults, sub=sub)
     return top
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command, and in `given` the names of those that are not left out."""
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    if rest:
+        blamed = args.sub if args.command else top
+        blamed.error(f"unrecognized arguments: {' '.join(rest)}")
+    if not args.command:
+        top.error("the following arguments are required: command")
+    given = [name for name, value in vars(args).items() if value is not None]
+    for name, value in args.defaults.items():
+        if name not in given:
+            setattr(args, name, value)
+    args.given = given
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -305,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # before NumPy is loaded: its BLAS threads would keep spinning
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
-    args, words = parser().parse_args(given[:end]), given[end + 1 :]
+    args, words = parsed(given[:end]), given[end + 1 :]
     if words and args.function is not actions.job:
         parser().error(f"got {' '.join(words)!r} after '--'; allowed: of `numflash job` only")
     if args.function is actions.job:
