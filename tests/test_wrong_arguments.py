@@ -130,3 +130,27 @@ def test_a_tracer_without_jax():
     Tracer.__module__ = "jax._src.core"
     with pytest.raises(ArgumentTypeError, match=r"key: got a JAX tracer.*pure_callback"):
         numflash.attention(draw((1, 1, 3, 4)), Tracer(draw((1, 1, 3, 4))), draw((1, 1, 3, 4)))
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_quantize_qkv_names_the_operand(rotate):
+    q, k, v = qkv()
+    for operands, words in (
+        ((q, k.astype(int), v), "key: got dtype int64"),
+        ((q, k, None), "value: got None"),
+        ((q, k[0, 0, 0], v), r"key: got shape \(4,\)"),
+        ((q, k, v[..., :0]), "value: got shape"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
+            numflash.quantize_qkv(*operands, rotate=rotate)
+
+
+def test_what_is_allowed_is_all_that_is_taken():
+    """And no more."""
+    for call, names in (
+        (lambda: numflash.explain((1, 2, 8, 8), impel="cpu"), ("return_lse", "impl")),
+        (lambda: numflash.accuracy(*qkv(), varients=1), ("layout", "impl", "variants")),
+        (lambda: numflash.accuracy(*(x.astype(np.uint16) for x in qkv())), ("bfloat16",)),
+    ):
+        with pytest.raises(ArgumentTypeError, match=f"allowed: .*{', '.join(names)}$"):
+            call()

@@ -196,7 +196,7 @@ def explain_problem(
 ) -> Explanation:
     """`numflash.explain`."""
     choice("impl", impl, IMPLS)
-    refuse_unknown("explain", options, NAMES)
+    refuse_unknown("explain", options, (*NAMES, "impl"))
     asked = Options(**options)
 
     def operand(name: str, x: Any) -> Any:

@@ -18,6 +18,7 @@ from ..dispatch.backends import solve
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import choice, refuse_unknown
 from ..interop.arrays import import_array, widen
+from ..validation.operands import OWN_PRECISION
 from ..validation.options import COMMON, IMPLS, Options
 
 # name of a row of the table -> the options of `attention`
@@ -136,7 +137,7 @@ def accuracy(
     from ..reference import oracle
 
     choice("impl", impl, IMPLS)
-    refuse_unknown("accuracy", options, (*COMMON, "dropout_p", "layout"))
+    refuse_unknown("accuracy", options, (*COMMON, "dropout_p", "layout", "impl", "variants"))
     asked = Options(**options)
     if not (variants is None or isinstance(variants, (list, tuple))):
         raise ArgumentTypeError(
@@ -148,6 +149,11 @@ def accuracy(
         else tuple(choice("variants", v, tuple(VARIANTS)) for v in variants)
     )
     operands = validation.import_operands(query, key, value)
+    for name, x in zip(("query", "key", "value"), operands, strict=True):
+        if x.dtype not in OWN_PRECISION:  # bits of bfloat16 would need a precision
+            raise ArgumentTypeError(
+                f"{name}: got dtype {x.dtype}; allowed: {', '.join(OWN_PRECISION)}"
+            )
     exact = oracle(validation.problem_of(operands, asked, convert_operands=False))[0]
     found = Accuracy()
     for name in names:

@@ -259,8 +259,11 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
     ArgumentError, ArgumentTypeError
     """
     choice("granularity", granularity, GRANULARITIES)
-    smooth = flag("smooth", smooth)
-    array = _floats("x", x)
+    return _quantized(_floats("x", x), granularity, flag("smooth", smooth))
+
+
+def _quantized(array: np.ndarray, granularity: str, smooth: bool = False) -> QuantizedTensor:
+    """`quantize` of rows that `_floats` has taken in."""
     lead, (length, d) = array.shape[:-2], array.shape[-2:]
     heads = array.reshape(int(np.prod(lead)), length, d)
     t = quantize_heads(heads, granularity, smooth)
@@ -291,13 +294,15 @@ def quantize_qkv(
     ------
     ArgumentError, ArgumentTypeError
     """
-    if flag("rotate", rotate):
-        query, key = (rotated(_floats(name, x)) for name, x in (("query", query), ("key", key)))
-    q, k = quantize(query, "row"), quantize(key, "row", smooth=True)
+    rotate = flag("rotate", rotate)
+    named = (("query", query), ("key", key), ("value", value))
+    q, k, v = (_floats(name, x) for name, x in named)
+    if rotate:
+        q, k = rotated(q), rotated(k)
     return (
-        replace(q, rotated=bool(rotate)),
-        replace(k, rotated=bool(rotate)),
-        quantize(value, "channel"),
+        replace(_quantized(q, "row"), rotated=rotate),
+        replace(_quantized(k, "row", smooth=True), rotated=rotate),
+        _quantized(v, "channel"),
     )
 
 
