@@ -9,6 +9,7 @@ from oracles import draw, naive
 from numflash.cache.engine import DecodeEngine, State, StateError
 from numflash.cache.settings import DTYPES
 from numflash.commands import demo_decode
+from numflash.errors import ArgumentError, ArgumentTypeError
 
 OPTIONS = {"batch": 2, "kv_heads": 2, "head_dim": 16, "max_length": 40}
 METHODS = {
@@ -62,6 +63,24 @@ def test_transitions(state, method):
         with pytest.raises(StateError, match=method):
             getattr(engine, method)(*METHODS[method])
         assert engine.state is state
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"maxlength": 3},
+            "maxlength: DecodeEngine does not take it; allowed: batch, .*max_length",
+        ),
+        ({"dtype": "x"}, "dtype: got 'x'"),
+        ({"batch": -1}, "batch: got -1"),
+    ],
+)
+def test_options_are_checked_before_they_are_needed(options, words):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=f"^{words}"):
+        DecodeEngine(**OPTIONS | options)
+    with pytest.raises(ArgumentTypeError, match="head_dim: got nothing"):
+        DecodeEngine(batch=1, kv_heads=2)
 
 
 def test_no_output_before_decode():

@@ -30,7 +30,6 @@ BITS = {
     "bfloat16": np.uint16,
 }
 STATE_VERSION = 1
-MOST_TOKENS = 1 << 62  # that a ring may have seen: more is damage, and would overflow soon
 
 
 def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -162,13 +161,6 @@ def _lengths(memory: Memory, given: dict[str, Any]) -> np.ndarray:
     if int(given["version"]) != STATE_VERSION:
         raise ArgumentError(f"state: got version {given['version']}; allowed: {STATE_VERSION}")
     lengths = np.asarray(given["lengths"])
-    if lengths.shape != (memory.batch,) or lengths.dtype != np.int64:
-        raise ArgumentError(
-            f"state: got {lengths.dtype} of shape {lengths.shape} for 'lengths'; allowed: int64 of shape "
-            f"({memory.batch},), the cache's batch"
-        )
-    if ((lengths < 0) | (lengths > MOST_TOKENS)).any():
-        raise ArgumentError(f"state: got lengths {lengths}; allowed: 0 to {MOST_TOKENS}")
     offset = np.asarray(given["offset"])
     if offset.shape != memory.offset.shape or offset.dtype != F:
         raise ArgumentError(

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError
 from .settings import INTEGERS, Settings
 
+MOST_TOKENS = 1 << 62  # that a ring may have seen: more is damage, and would overflow soon
 EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 
 
@@ -25,15 +26,15 @@ def check_common(settings: Settings, batch: int, given: Any) -> None:
     version, oldest = (np.asarray(given.get(name)) for name in ("version", "oldest"))
     if "version" in given and (version.shape != () or version.dtype.kind not in "iu"):
         raise ArgumentError(f"state: got version {given['version']!r}; allowed: one integer")
+    if "lengths" in given:
+        check_lengths(batch, np.asarray(given["lengths"]))
     if "oldest" in given:
-        lengths = np.asarray(given.get("lengths"))
         if oldest.shape != (batch,) or oldest.dtype != np.int64:
             raise ArgumentError(
                 f"state: got {oldest.dtype} of shape {oldest.shape} for 'oldest'; allowed: int64 of "
                 f"shape ({batch},)"
             )
-        known = lengths.shape == oldest.shape and lengths.dtype == np.int64
-        if known and ((oldest < 0) | (oldest > lengths)).any():
+        if "lengths" in given and ((oldest < 0) | (oldest > np.asarray(given["lengths"]))).any():
             raise ArgumentError(
                 f"state: got {oldest.tolist()} for 'oldest'; allowed: 0 to the lengths"
             )
@@ -42,6 +43,21 @@ def check_common(settings: Settings, batch: int, given: Any) -> None:
         raise ArgumentError("state: got channel means that are not finite; allowed: finite numbers")
     if offset.dtype == np.float32 and offset.any() and not settings.smooth:
         raise ArgumentError("state: got channel means; allowed: of a cache with smooth only")
+
+
+def check_lengths(batch: int, lengths: np.ndarray) -> None:
+    """Raise unless the lengths of a state are those of as many sequences as the cache has."""
+    if lengths.ndim == 1 and lengths.dtype == np.int64 and lengths.size != batch:
+        raise ArgumentError(
+            f"state: got a batch of {lengths.size}; allowed: {batch}, the cache's batch"
+        )
+    if lengths.shape != (batch,) or lengths.dtype != np.int64:
+        raise ArgumentError(
+            f"state: got {lengths.dtype} of shape {lengths.shape} for 'lengths'; allowed: int64 of shape "
+            f"({batch},), the cache's batch"
+        )
+    if ((lengths < 0) | (lengths > MOST_TOKENS)).any():
+        raise ArgumentError(f"state: got lengths {lengths}; allowed: 0 to {MOST_TOKENS}")
 
 
 def check_rotation(settings: Settings, given: Any) -> None:

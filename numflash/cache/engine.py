@@ -16,13 +16,15 @@ architecture, which initialises by itself.
 
 from __future__ import annotations
 
+import inspect
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from ..errors import StateError
-from .kvcache import KVCache
+from ..errors import ArgumentTypeError, StateError
+from ..interop.arguments import refuse_unknown
+from .kvcache import KVCache, checked
 
 
 class State(Enum):
@@ -48,9 +50,21 @@ class DecodeEngine:
     ----------
     state : State
     cache : KVCache or None
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+        What `KVCache` would raise in `init`.
     """
 
     def __init__(self, **options: Any) -> None:
+        taken = inspect.signature(KVCache).parameters
+        refuse_unknown("DecodeEngine", options, taken)
+        given = {name: options.get(name, x.default) for name, x in taken.items()}
+        for name, value in given.items():
+            if value is inspect.Parameter.empty:
+                raise ArgumentTypeError(f"{name}: got nothing; allowed: an integer")
+        checked(**given)
         self.options = options
         self.state = State.UNINITIALISED
         self.cache: KVCache | None = None

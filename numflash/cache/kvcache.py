@@ -52,6 +52,18 @@ def _backend(device: str) -> Backend:
         ) from error
 
 
+def checked(batch: Any, **given: Any) -> tuple[Backend, Settings, int]:
+    """All arguments of `KVCache`, checked.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+    """
+    backend = _backend(given["device"])
+    batch = integer("batch", batch, 0, backend.MAX_BATCH)
+    return backend, check_settings(Settings(**given), backend), batch
+
+
 class KVCache(Appending):
     """Keys and values of `batch` sequences, and attention of new tokens over them.
 
@@ -132,15 +144,15 @@ class KVCache(Appending):
         value_in_key: bool = False,
         rotate: bool = False,
     ) -> None:
-        backend = _backend(device)
-        given = Settings(
+        backend, settings, batch = checked(
+            batch,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            value_dim=cast(int, value_dim),
+            value_dim=value_dim,
             max_length=max_length,
             dtype=dtype,
             device=device,
-            page_size=cast(int, page_size),
+            page_size=page_size,
             pages=pages,
             window=window,
             sinks=sinks,
@@ -150,8 +162,6 @@ class KVCache(Appending):
             value_in_key=value_in_key,
             rotate=rotate,
         )
-        batch = integer("batch", batch, 0, backend.MAX_BATCH)
-        settings = check_settings(given, backend)
         super().__init__(settings, allocate(backend, settings, batch))
 
     def decode(

@@ -87,9 +87,10 @@ class Sequences(Holdings):
             given.ndim == 1 and given.dtype.kind in "iu" and given.size <= memory.backend.MAX_BATCH
         )
         if not good or (given.size and (given.min() < 0 or given.max() >= memory.batch)):
-            raise ArgumentError(
-                f"index: got {index!r}; allowed: integers from 0 to {memory.batch - 1}"
-            )
+            allowed = f"integers from 0 to {memory.batch - 1}"
+            if not memory.batch:
+                allowed = "no index, for the cache holds no sequence"
+            raise ArgumentError(f"index: got {index!r}; allowed: {allowed}")
         self._memory = selected(memory, given.astype(np.intp))
 
     def repeat(self, n: int) -> None:

@@ -312,7 +312,7 @@ def show(x: Any) -> str:
     if isinstance(x, (tuple, list)):
         return f"({', '.join(map(show, x))})"
     if isinstance(x, np.ndarray) and x.ndim:
-        head = ", ".join(f"{v:.6g}" for v in x.ravel()[:4])
+        head = ", ".join(map(show, x.ravel()[:4]))
         return f"array {x.shape} {x.dtype} [{head}{', ...' if x.size > 4 else ''}]"
     if isinstance(x, (float, np.floating)):
         return f"{x:.6g}"

@@ -136,11 +136,13 @@ class Prepared:
         ArgumentError
             Naming the array's shape and the index that leaves it.
         """
+        names = (("score_mod", self.score), ("mask_mod", self.mask))
+        given = " or ".join(name for name, x in names if x is not None)
         for name, (size, sizes, axis) in self.shortest.items():
             needed = shape[INDICES.index(name)]
             if size < needed:
                 raise ArgumentError(
-                    f"a captured array of shape {sizes} is indexed by {name} in axis {axis}; "
+                    f"{given}: a captured array of shape {sizes} is indexed by {name} in axis {axis}; "
                     f"allowed: at least {needed} elements there"
                 )
 

@@ -84,12 +84,14 @@ for _name in (
 class Capture:
     """The functions and arrays that a traced function names, and whether they are still the same.
 
+    name : the argument that is recorded, for errors
     names : (how to read it, what was there) of each cell and global that was looked at
     steady : all that the function can reach was looked at: if `names` hold, so does the graph
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.steady = graph, True
+        self.name = ""
         self.names: list[tuple[Callable[[], Any], Any]] = []
         self.shapes: list[tuple[np.ndarray, tuple, tuple, Any]] = []  # array, shape, strides, dtype
         self.places: list[tuple[Any, int, Any, tuple]] = []  # tensor, address, shape, strides
@@ -155,7 +157,7 @@ class Capture:
     def array(self, value: np.ndarray) -> Captured:
         if isinstance(value, np.ma.MaskedArray):
             raise ArgumentTypeError(
-                "a captured masked array cannot be read; allowed: plain arrays, as .filled() makes them"
+                f"{self.name}: a captured masked array cannot be read; allowed: plain arrays, as .filled() makes them"
             )
         if id(value) not in self.done:
             view = np.asarray(value).view(Captured)
@@ -293,6 +295,7 @@ def record(
     if not callable(function):
         raise ArgumentTypeError(f"{name}: got {type(function).__name__}; allowed: a function")
     given = [Scalar(graph, x) for x in arguments]
+    capture.name = name
     try:
         if isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
             swapped = capture.swap(function)

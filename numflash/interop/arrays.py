@@ -219,6 +219,10 @@ def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
             return x.view(torch.int16).numpy().view(np.uint16)
         return x.numpy()
     except (TypeError, RuntimeError) as error:
+        if x.is_neg():  # dense, but its numbers are not in its memory
+            raise ArgumentTypeError(
+                f"{name}: got a tensor with PyTorch's negative bit; allowed: {name}.resolve_neg()"
+            ) from None
         raise ArgumentTypeError(
             f"{name}: got a tensor of {x.dtype}, {x.layout} ({error}); allowed: dense float tensors"
         ) from None

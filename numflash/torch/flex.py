@@ -210,9 +210,8 @@ def flex_attention(
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.dim() != 4:
-            raise ArgumentTypeError(
-                f"{name}: got {type(x).__name__}; allowed: a tensor of 4 dimensions"
-            )
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ArgumentTypeError(f"{name}: got {got}; allowed: a tensor of 4 dimensions")
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             raise UnsupportedError(
                 f"{name}: a tensor inside torch.func cannot be read; allowed: outside"

@@ -191,7 +191,11 @@ def test_state_and_back(dtype):
         other.load_state(state)
     for change, words in (
         ({"version": np.array(9)}, "version 9"),
-        ({"lengths": np.zeros(3, np.int64)}, "the cache's batch"),
+        (
+            {"lengths": np.zeros(3, np.int64), "oldest": np.zeros(3, np.int64)},
+            "a batch of 3; allowed: 2",
+        ),
+        ({"lengths": np.array([-1, 70])}, "got lengths"),
         ({"key0": state["key0"][:, :5]}, "'key0'"),
         ({"scale1": state["scale1"].astype(np.float64)}, "'scale1'"),
         *damaged(state),

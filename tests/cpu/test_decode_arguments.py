@@ -116,6 +116,8 @@ def test_nothing_is_asked_and_nobody_asks():
     for counts in (None, []):
         nobody.append(*tokens(9, b=0), counts=counts)
     assert nobody.lengths.tolist() == []
+    with pytest.raises(ArgumentError, match=r"index: got \[0\]; .*the cache holds no sequence"):
+        nobody.reorder([0])
 
 
 @pytest.mark.parametrize(

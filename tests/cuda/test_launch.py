@@ -40,6 +40,8 @@ def test_without_a_gpu():
         assert validate.main([]) == 2
         with pytest.raises(UnsupportedError, match=r"no usable GPU here .*'cuda-emulator' runs"):
             numflash.attention(q, q, q, impl="cuda")
+        with pytest.raises(UnsupportedError, match=r"^device: got 'cuda', [^:]*\(there is no"):
+            numflash.KVCache(1, 2, 32, 64, device="cuda")  # it has no impl
     else:
         pytest.skip("a GPU is here")
 

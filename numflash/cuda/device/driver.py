@@ -21,6 +21,7 @@ from ..instructions.tensormap import ADDRESSES, TensorMap
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
 # the oldest that loads machine code of a CUDA version
+NOT_HERE = "impl: got 'cuda', but "  # how errors begin; those of a KV cache name its device
 DRIVERS = {12: "driver 525 or later", 13: "driver 580 or later"}
 
 
@@ -54,7 +55,7 @@ def open_driver() -> Any:
     except (ImportError, RuntimeError) as error:
         why = f"{error}: pip install 'numflash[cuda]'" if isinstance(error, ImportError) else error
         raise UnsupportedError(
-            f"impl: got 'cuda', but there is no usable GPU here ({why}); 'cuda-emulator' runs the same "
+            f"{NOT_HERE}there is no usable GPU here ({why}); 'cuda-emulator' runs the same "
             "kernels without one"
         ) from error
     major = code_version() or int(__version__.split(".")[0])
@@ -62,7 +63,7 @@ def open_driver() -> Any:
     if there < 1000 * major:
         needed = DRIVERS.get(major, "a newer driver")
         raise UnsupportedError(
-            f"impl: got 'cuda', but the driver here supports CUDA {there // 1000}.{there % 1000 // 10}; allowed: CUDA "
+            f"{NOT_HERE}the driver here supports CUDA {there // 1000}.{there % 1000 // 10}; allowed: CUDA "
             f"{major}.0 or later ({needed}), because kernels are machine code of CUDA {major}"
         )
     return driver

@@ -22,7 +22,7 @@ from ...interop.arrays import Memory
 from ..compile import compiled
 from ..emulator import Report, emulate
 from .device import Device, current_device
-from .driver import Uncaptured, check
+from .driver import NOT_HERE, Uncaptured, check
 
 
 class Emulated:
@@ -122,7 +122,7 @@ class Card:
             self.device = current_device()
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"device: got 'cuda', which cannot be used here ({error})"
+                f"device: got 'cuda', which cannot be used here ({str(error).removeprefix(NOT_HERE)})"
             ) from error
         d = self.device.driver
         self.arch, self.multiprocessors = self.device.arch, self.device.multiprocessors
