@@ -414,6 +414,7 @@ def test_rounded_answers_are_right(number, answer, capsys):
     [
         ("00.3", (SimpleNamespace(float32=2e11, read=2e10),), "long", "which is not a number"),
         ("03.2", (), "Channels", 'allowed: "row", "channel"'),
+        ("00.1", (), np.array([None]), ""),
         ("20.4", (), [256], "give one number, without brackets"),
     ],
 )

@@ -256,3 +256,10 @@ def test_cuda_array_interface_without_a_gpu():
 
     with pytest.raises(UnsupportedError, match="query"):
         attend(Device(), K, V)
+
+
+def test_the_negative_bit_of_pytorch_is_named():
+    torch = pytest.importorskip("torch")
+    x = torch.ones(1, 1, 3, 4, dtype=torch.complex64).conj().imag
+    with pytest.raises(ArgumentTypeError, match=r"query: .*; allowed: query\.resolve_neg\(\)"):
+        attend(x, x, x)

@@ -138,10 +138,12 @@ class Capture:
         if isinstance(value, types.MethodType):
             self.steady = False
             return types.MethodType(self.swap(value.__func__), self.object(value.__self__))
-        if type(value) in (list, tuple):
+        named = isinstance(value, tuple) and hasattr(value, "_make")
+        if type(value) in (list, tuple) or named:
             if type(value) is list or any(isinstance(x, (list, dict)) for x in value):
                 self.steady = False
-            return type(value)(map(self.swap, value))
+            make = type(value)._make if named else type(value)
+            return make(map(self.swap, value))
         if type(value) is dict:
             self.steady = False
             return {k: self.swap(v) for k, v in value.items()}
@@ -152,6 +154,7 @@ class Capture:
             return value
         if not _constant(value):
             self.steady = False  # an object, a class or a module whose attributes may change
+            return self.object(value)
         return value
 
     def array(self, value: np.ndarray) -> Captured:
@@ -168,15 +171,21 @@ class Capture:
         return self.done[id(value)]
 
     def object(self, value: Any) -> Any:
-        """A copy of an object whose attributes are looked through."""
+        """A copy of an object that holds arrays in attributes; any other is what it was."""
         if isinstance(value, type) or not hasattr(value, "__dict__") or _is_tensor(value):
             return value
         if _of_library(type(value).__module__):
             return value
-        copy = object.__new__(type(value))
-        copy.__dict__.update(
-            {k: self.swap(v) if isinstance(v, np.ndarray) else v for k, v in value.__dict__.items()}
-        )
+        held = {k: v for k, v in value.__dict__.items() if _is_plain_array(v)}
+        if id(value) in self.done or not held or any(_slots(x) for x in type(value).__mro__):
+            return self.done.get(id(value), value)
+        space = isinstance(value, types.SimpleNamespace)
+        try:
+            copy = (types.SimpleNamespace if space else object).__new__(type(value))
+        except TypeError:  # of a class that is not written in Python
+            return value
+        copy.__dict__.update(value.__dict__ | {k: self.swap(v) for k, v in held.items()})
+        self.done[id(value)] = copy
         return copy
 
     def function(self, f: types.FunctionType) -> Any:
@@ -207,6 +216,16 @@ class Capture:
             if name in names:
                 names[name] = self.look(functools.partial(f.__globals__.__getitem__, name))
         return new
+
+
+def _is_plain_array(x: Any) -> bool:
+    """Whether x can be put before a function as `Captured`; masked arrays are refused if they are used."""
+    return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+
+
+def _slots(kind: type) -> Any:
+    """The attributes of a class that a copy by `__dict__` would lose."""
+    return vars(kind).get("__slots__")
 
 
 def _is_jax(value: Any) -> bool:
@@ -319,6 +338,11 @@ def record(
     except (TypeError, IndexError) as error:
         if isinstance(error, NumflashError):
             raise
+        if str(error).startswith("only integers, slices"):  # NumPy's, of an array as it came
+            raise ArgumentTypeError(
+                f"{name}: {_where(error)}an array is indexed that recording does not find, as in __slots__ or in an "
+                "attribute of an attribute; allowed: arrays that are variables, as `table = x.table` before the function"
+            ) from error
         raise ArgumentTypeError(
             f"{name}: {_where(error)}{error}; allowed: {len(given)} arguments, arrays made outside of the function, "
             f"operations of single numbers{_of_jax(error)}"

@@ -6,6 +6,7 @@ import mmap
 import sys
 import types
 import warnings
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -300,6 +301,57 @@ def test_no_tile_reads_beyond_an_array(size, precision, way):
     wanted = numflash.flex_attention(q, k, v, functions[way], impl="reference")
     assert np.abs(found - wanted).max() < {"float32": 1e-5, "int8": 0.04}[precision]
     assert protect(start, 3 * page, 3) == 0
+
+
+class Holder:
+    def __init__(self, t):
+        self.t = t
+
+
+class Slotted:
+    __slots__ = ("t",)
+
+    def __init__(self, t):
+        self.t = t
+
+
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, Holder, namedtuple("Named", "t")])
+def test_arrays_in_attributes(kind):
+    """Also after they are changed and, where that can be, replaced."""
+    q, k, v = (np.random.default_rng(n).standard_normal((1, 1, 8, 4), np.float32) for n in range(3))
+    held = kind(t=np.linspace(-1, 1, 8, dtype=np.float32))
+
+    def check():
+        found = numflash.flex_attention(q, k, v, lambda s, b, h, i, j: s + held.t[j])
+        weights = np.exp(q[0, 0] @ k[0, 0].T / 2 + held.t)
+        wanted = weights @ v[0, 0] / weights.sum(1, keepdims=True)
+        np.testing.assert_allclose(found[0, 0], wanted, atol=1e-5)
+
+    check()
+    held.t[:] *= -2
+    check()
+    if not isinstance(held, tuple):
+        held.t = np.ones(8, np.float32) * np.arange(8) / 4
+        check()
+
+
+def test_errors_of_captured_arrays_name_the_function():
+    slotted, masked, x = (
+        Slotted(TABLE),
+        np.ma.masked_array(np.zeros(8)),
+        np.zeros((1, 1, 8, 4), np.float32),
+    )
+    short = np.zeros(3)
+    for wrong, words in (
+        (
+            lambda s, b, h, i, j: s + slotted.t[j],
+            ".*__slots__.*; allowed: arrays that are variables",
+        ),
+        (lambda s, b, h, i, j: s + masked[j], "a captured masked array"),
+        (lambda s, b, h, i, j: s + short[j], r"a captured array of shape \(3,\)"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=f"^score_mod: {words}"):
+            numflash.flex_attention(x, x, x, wrong)
 
 
 def test_what_a_function_returns_is_named_with_its_place():

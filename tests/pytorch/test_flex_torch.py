@@ -215,3 +215,10 @@ def test_use_routes_torchs_function():
     with pytest.raises(ArgumentTypeError), numflash.torch.use():
         flex.flex_attention(q[0], k, v)
     assert flex.flex_attention is original
+
+
+def test_what_has_not_4_dimensions_is_shown():
+    x = torch.zeros(2, 8, 16)
+    for given, words in ((x, r"query: got shape \(2, 8, 16\)"), (x.numpy(), "query: got ndarray")):
+        with pytest.raises(TypeError, match=words):
+            numflash.torch.flex_attention(given, given, given)
