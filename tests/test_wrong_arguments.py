@@ -149,7 +149,7 @@ def test_what_is_allowed_is_all_that_is_taken():
     """And no more."""
     for call, names in (
         (lambda: numflash.explain((1, 2, 8, 8), impel="cpu"), ("return_lse", "impl")),
-        (lambda: numflash.accuracy(*qkv(), varients=1), ("layout", "impl", "variants")),
+        (lambda: numflash.accuracy(*qkv(), variant=1), ("layout", "impl", "variants")),
         (lambda: numflash.accuracy(*(x.astype(np.uint16) for x in qkv())), ("bfloat16",)),
     ):
         with pytest.raises(ArgumentTypeError, match=f"allowed: .*{', '.join(names)}$"):
