@@ -20,8 +20,8 @@ from ..instructions.tensormap import ADDRESSES, TensorMap
 # of an encoded tensor map; the alignment is the driver's rule
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
-# the oldest that loads machine code of a CUDA version
 NOT_HERE = "impl: got 'cuda', but "  # how errors begin; those of a KV cache name its device
+# the oldest that loads machine code of a CUDA version
 DRIVERS = {12: "driver 525 or later", 13: "driver 580 or later"}
 
 
