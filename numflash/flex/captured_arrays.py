@@ -81,6 +81,8 @@ def _add(
         same = tuple(n for n, name in enumerate(INDICES) if name not in uses)
         scores = scores.sum(axis=same, keepdims=True, dtype=np.float64) if same else scores
     nb, nh, length, s = scores.shape
+    if not scores.size:
+        return
     step = max(1, SCORES // s)
     for b, h in np.ndindex(nb, nh):
         for first in range(0, length, step):

@@ -8,6 +8,7 @@ a float, `//` and `%` round down.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -130,15 +131,17 @@ class Graph:
         self.arrays: list[np.ndarray] = []
         self.owners: list[Any] = []
         self._known: dict[tuple, Node] = {}
+        self._lock = threading.RLock()  # derivatives are added to it while others may read it
         self.score = self._node("score", (), "f")
         self.indices = [self._node(name, (), "i") for name in INDICES]
 
     def _node(self, op: str, args: tuple[Node, ...], kind: str, data: Any = None) -> Node:
         label = (type(data), repr(data)) if op == "const" else data
         key = (op, tuple(x.number for x in args), kind, label)
-        if key not in self._known:
-            self._known[key] = Node(op, args, kind, data, len(self.nodes))
-            self.nodes.append(self._known[key])
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = Node(op, args, kind, data, len(self.nodes))
+                self.nodes.append(self._known[key])
         return self._known[key]
 
     def constant(self, value: Any) -> Node:

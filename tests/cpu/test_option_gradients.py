@@ -129,6 +129,11 @@ def test_nothing_to_differentiate(sizes):
     found = attention_backward(out, q, k, k, out, lse, wrt=ALL, **options)
     assert [x.shape for x in found] == [q.shape, k.shape, k.shape, (l, s), (h,), (b, h, l, s)]
     assert not any(x.any() for x in found)
+    table = np.ones((4, 4), F)
+    for function in (lambda s, b, h, i, j: s + table[i, j], lambda s, b, h, i, j: s * table[h, h]):
+        out, lse = numflash.flex_attention(q, k, k, function, return_lse=True)
+        (of_table,) = attention_backward(out, q, k, k, out, lse, score_mod=function, wrt=(table,))
+        assert of_table.shape == (4, 4) and not of_table.any()
 
 
 # ---- captured arrays
