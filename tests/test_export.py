@@ -163,6 +163,6 @@ def test_the_command(capsys):
     assert main(["export", "--list"]) == 0
     assert "int8-attention" in capsys.readouterr().out
     assert main(["export", "int8-scores"]) == 1
-    assert "no --to" in capsys.readouterr().err
+    assert "--to: got nothing" in capsys.readouterr().err
     assert main(["asm", "portable-softmax", "--cpu", "a64fx", "--listing"]) == 0
     assert ".cfi_startproc" in capsys.readouterr().out
