@@ -533,7 +533,7 @@ MUTANTS = [
         "tests/cpu/test_decode_latent.py",
     ),
     Mutant("cache/damage.py", ".any(-1) & ~bad).any()", ".any(-1) & bad).any()", STATES),
-    Mutant("cache/damage.py", "(oldest > lengths)", "(oldest < 0)", STATES),
+    Mutant("cache/damage.py", '(oldest > np.asarray(given["lengths"]))', "(oldest < 0)", STATES),
     Mutant("cache/damage.py", "and (rest >= 0).all()", "", STATES),
     Mutant(
         "cache/contents.py",
