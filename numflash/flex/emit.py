@@ -31,12 +31,11 @@ from ..cpu.isa.score_calls import function_type
 from .graph import INDICES, Node
 from .lanes import F32, F64, I1, I16, I32, I64, MAGIC, Lanes
 from .operations import cast, operation
-from .program import Program
+from .program import HUGE, Program
 from .tile_memory import ONCE, PER_ROW, PER_VALUE, Form, Memory
 
 __all__ = ["Form", "TileWriter", "emit"]
 LOWEST = -32768
-HUGE = 2.0**100  # units of scores are far below 2**28
 
 
 def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:

@@ -19,6 +19,7 @@ from .intervals import INT32, UNBOUNDED, Interval, Intervals, roughly
 
 STEPS = ("floordiv", "mod", "shl", "shr")  # whose right operand is part of the code
 LITERALS = (0, 1, -1, 2, 0.5, math.inf, -math.inf)
+HUGE = 2.0**100  # floats beyond it may be infinite in a kernel's units: code for them is another
 MOST_READ = 1 << 18  # elements of an array whose contents may be looked at before every call
 
 
@@ -175,7 +176,8 @@ class Program:
 
 
 def _literal(value: Any) -> bool:
-    return value in LITERALS or value != value
+    """Whether a constant is part of the code, which depends on it, or is better with it."""
+    return value in LITERALS or value != value or abs(value) > HUGE
 
 
 def readable(array: np.ndarray) -> np.ndarray:

@@ -178,6 +178,22 @@ def test_the_lowest_number_hides_no_key(impl, bias):
             np.testing.assert_allclose(mine, right, atol=2e-5)
 
 
+def test_a_captured_number_that_becomes_the_lowest():
+    """Code for numbers far from the limit is not that for the lowest, in either order."""
+    q, k, v = g.operands(8)
+
+    def bent(low):
+        return lambda s, b, h, i, j: np.where((j <= i) & (j >= 9), s + np.sin(i * 0.1), low)
+
+    def straight(low):
+        return lambda s, b, h, i, j: np.where((j <= i) & (j >= 9), s + np.cos(i * 0.1), low)
+
+    for made, lows in ((bent, (-3.25, LOWEST, -2.5)), (straight, (LOWEST, -3.25, LOWEST))):
+        for low in lows:
+            exact = numflash.flex_attention(q, k, v, made(low), impl="reference")
+            assert np.abs(numflash.flex_attention(q, k, v, made(low)) - exact).max() < 4e-6
+
+
 def test_captured_arrays_and_numbers_are_read_anew():
     q, k, v = g.operands(9)
     table = np.zeros(g.S, np.float64)
