@@ -11,7 +11,7 @@ import numpy as np
 from . import validation
 from .dispatch import plans
 from .dispatch.backends import solve, solve_backward
-from .dispatch.option_gradients import OPERANDS, named, of_mask, of_sinks, refuse_on_card
+from .dispatch.option_gradients import OPERANDS, of_mask, of_sinks, refuse_on_card, split_wrt
 from .errors import ArgumentError, UnsupportedError
 from .interop.arguments import choice, refuse_unknown
 from .interop.arrays import convert, deliver, import_array, on_device, restore
@@ -252,7 +252,7 @@ def attention_backward(
     arrays = (grad_out, query, key, value, out, lse)
     if wrt is OPERANDS:
         return differentiate(arrays, options, impl, functions)
-    names, captured = named(wrt, options)
+    names, captured = split_wrt(wrt, options)
     tables = None
     if captured:
         from .flex.captured_arrays import captured_by

@@ -12,11 +12,11 @@ from ..interop.arrays import import_array
 from ..validation.options import Options
 
 OPERANDS = ("query", "key", "value")
-MOST_TERMS = 64  # of a sum in float32
 DIFFERENTIABLE = (*OPERANDS, "attn_mask", "sinks", "scores")
+MOST_TERMS = 64  # of a sum in float32
 
 
-def named(wrt: Any, options: Options) -> tuple[list[str], list[Any]]:
+def split_wrt(wrt: Any, options: Options) -> tuple[list[str], list[Any]]:
     """`wrt` of `numflash.attention_backward`: its names, which are of what was given and has a
     gradient, and the rest, captured arrays that are not checked here.
     """
@@ -54,7 +54,8 @@ def of_mask(scores: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     whole = (*(1,) * (scores.ndim - len(shape)), *shape)
     repeated = tuple(n for n, size in enumerate(whole) if size != scores.shape[n])
     with np.errstate(invalid="ignore", over="ignore"):
-        for axis in repeated:  # few terms at first: float64 takes six times as long
+        # the first axis has the most numbers and the fewest terms; float64 takes six times as long
+        for axis in repeated:
             wide = scores.shape[axis] > MOST_TERMS or scores.dtype == np.float64
             dtype = np.float64 if wide else np.float32
             scores = scores.sum(axis=axis, keepdims=True, dtype=dtype)

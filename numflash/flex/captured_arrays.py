@@ -47,11 +47,6 @@ class Captured(NamedTuple):
         return [found[n].astype(np.float32) for n in self.numbers]
 
 
-def is_float(array: np.ndarray) -> bool:
-    """Whether a captured array has a gradient."""
-    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
-
-
 def captured_by(score_mod: Any, arrays: Sequence[Any]) -> Captured:
     """These arrays, all of which the function must have captured."""
     prepared = prepare(score_mod or (lambda score, b, h, q, k: score), None)
@@ -63,11 +58,9 @@ def captured_by(score_mod: Any, arrays: Sequence[Any]) -> Captured:
                 f"wrt: got {type(x).__name__} of shape {getattr(x, 'shape', ())}, which score_mod does not index by b, h, "
                 "q_idx or kv_idx; allowed: names, and the array objects that it does"
             )
-        array = prepared.graph.arrays[number]
-        if not is_float(array):
-            raise ArgumentError(
-                f"wrt: got a captured array of dtype {array.dtype}; allowed: floats"
-            )
+        dtype = prepared.graph.arrays[number].dtype
+        if dtype.kind != "f" and dtype.name != "bfloat16":
+            raise ArgumentError(f"wrt: got a captured array of dtype {dtype}; allowed: floats")
         numbers.append(number)
     return Captured(prepared, numbers)
 

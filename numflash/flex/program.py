@@ -19,7 +19,7 @@ from .intervals import INT32, UNBOUNDED, Interval, Intervals, roughly
 
 STEPS = ("floordiv", "mod", "shl", "shr")  # whose right operand is part of the code
 LITERALS = (0, 1, -1, 2, 0.5, math.inf, -math.inf)
-HUGE = 2.0**100  # floats beyond it may be infinite in a kernel's units: code for them is another
+HUGE = 2.0**100  # larger floats may be infinite in a kernel's units: it has other code for them
 MOST_READ = 1 << 18  # elements of an array whose contents may be looked at before every call
 
 

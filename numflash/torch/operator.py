@@ -48,6 +48,7 @@ MASK, SINKS, PRECISION = ([*OPTIONS].index(name) for name in ("attn_mask", "sink
 # Which gradients of options are wanted, after the options. Graphs that Inductor has kept on disk may
 # call the operator without these.
 WANTED = {"of_mask": "bool", "of_sinks": "bool"}
+GRADIENT_TENSORS = "grad_out query key value out lse"
 LARGEST = (1 << 63) - 1  # of the schema's integers
 
 
@@ -300,35 +301,30 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
     return _results(query, value)
 
 
-def _differentiate(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
+def _differentiate(*arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value, a float mask and sinks, shaped like them; in memory of
     PyTorch's.
 
-    rest : the options, and whether those of the mask and of the sinks are wanted; else they have size 0
+    arguments : grad_out, query, key, value, out and lse, the options, and whether the gradients of the
+        mask and of the sinks are wanted; else they have size 0
     """
-    options, of_mask, of_sinks = _wanted(rest)
+    tensors, options, of_mask, of_sinks = _parted(arguments)
+    grad_out, query, _, _, out, lse = tensors
     sinks = query.new_empty(0)
     if of_sinks:
         sinks = _gradient_of_sinks(options[SINKS], grad_out, out, lse)
-    *found, mask = _of_operands(grad_out, query, key, value, out, lse, options, of_mask)
+    *found, mask = _of_operands(tensors, options, of_mask)
     return *found, mask, sinks
 
 
-def _wanted(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
-    """The options, and whether gradients of mask and sinks are wanted: PyTorch leaves out last arguments
-    that are the schema's defaults.
+def _parted(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], tuple[Any, ...], bool, bool]:
+    """The tensors, the options, and whether gradients of mask and sinks are wanted: PyTorch leaves out
+    last arguments that are the schema's defaults.
     """
-    options, wanted = rest[: len(OPTIONS)], rest[len(OPTIONS) :]
-    of_mask, of_sinks = (*wanted, False, False)[:2]
-    return options, of_mask, of_sinks
+    count = len(GRADIENT_TENSORS.split())
+    end = count + len(OPTIONS)
+    of_mask, of_sinks = (*arguments[end:], False, False)[:2]
+    return arguments[:count], arguments[count:end], of_mask, of_sinks
 
 
 def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -341,16 +337,10 @@ def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor
 
 
 def _of_operands(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: tuple[Any, ...],
-    of_mask: bool,
+    tensors: tuple[Tensor, ...], options: tuple[Any, ...], of_mask: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and mask, the last of size 0 where it is not wanted."""
+    grad_out, query, key, value, out, lse = tensors
     call = None
     if query.is_cuda:  # no card's kernel reads one number expanded, as the gradient of a sum is
         backends.refuse_gradient_of_mask("auto", of_mask)
@@ -415,21 +405,14 @@ attention_backward_operator = torch.library.custom_op(
     "numflash::attention_backward",
     _differentiate,
     mutates_args=(),
-    schema=_schema("grad_out query key value out lse", {**OPTIONS, **WANTED}, 5),
+    schema=_schema(GRADIENT_TENSORS, {**OPTIONS, **WANTED}, 5),
 )
 
 
 @attention_backward_operator.register_fake
-def _(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    options, of_mask, of_sinks = _wanted(rest)
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    tensors, options, of_mask, of_sinks = _parted(arguments)
+    _, query, key, value, _, _ = tensors
     found = [x.new_empty(x.shape) for x in (query, key, value)]
     for wanted, place in ((of_mask, MASK), (of_sinks, SINKS)):
         option = options[place]
