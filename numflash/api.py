@@ -129,7 +129,9 @@ def attention(
     call = plans.key_of(query, key, value, given, impl)
     plan = plans.find(call)
     if plan is not None:
-        return plan(query, key, value)
+        found = plan(query, key, value, (attn_mask, key_lengths, alibi_slopes, sinks))
+        if found is not None:
+            return found
     return attend(query, key, value, Options(*given), impl, call)
 
 
@@ -359,14 +361,15 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     call = plans.key_of_quantized(query, key, value, options, impl)
     plan = plans.find(call)
     if plan is not None:
-        return plan(query, key, value)
+        return plan(query, key, value, options)
     choice("impl", impl, IMPLS)
     refuse_unknown("attention_int8", options, (*COMMON, "pv", "return_lse", "impl"))
-    problem = validation.quantized_problem(query, key, value, Options(**options))
+    asked = Options(**options)
+    problem = validation.quantized_problem(query, key, value, asked)
     ndim = query.data.ndim
     out, lse = solve(problem, impl)
     if call is not None:
-        plans.keep_quantized(call, problem, ndim, impl)
+        plans.keep_quantized(call, problem, ndim, asked, impl)
     return (
         (restore(out, ndim, "bhld"), restore(lse, ndim, "bhld"))
         if problem.return_lse

@@ -4,6 +4,7 @@ The same results, the same errors, nothing left over from other calls.
 """
 
 import threading
+import weakref
 from dataclasses import replace
 
 import numba
@@ -49,6 +50,124 @@ def test_an_equal_call_gives_the_same_bits(precision, options):
     out = both(Q, K, V, enable_gqa=True, precision=precision, **options)
     want, _ = naive(Q, K, V, **options)
     assert abs(out - want).sum() < {"float32": 1e-5}.get(precision, 0.05) * abs(want).sum()
+
+
+DRAW = np.random.default_rng(5)
+B, H, L, S = 2, 4, 37, 53
+# options that are arrays, each twice: of equal shapes, with other numbers
+ARRAYS = {
+    "mask": [{"attn_mask": DRAW.random((B, 1, L, S)) < p} for p in (0.7, 0.3)],
+    "padding": [{"attn_mask": np.arange(S) < DRAW.integers(1, S, (B, 1, 1, 1))} for _ in "ab"],
+    "bias of one key": [{"attn_mask": DRAW.standard_normal((H, L, 1))} for _ in "ab"],
+    "bias": [{"attn_mask": DRAW.standard_normal((B, H, L, S)).astype(np.float32)} for _ in "ab"],
+    "half bias": [{"attn_mask": DRAW.standard_normal((L, S)).astype(np.float16)} for _ in "ab"],
+    "turned mask": [{"attn_mask": np.asfortranarray(DRAW.random((L, S)) < 0.6)} for _ in "ab"],
+    "lengths": [{"key_lengths": np.array(x)} for x in ([53, 20], [7, 0])],
+    "more keys": [{"key_lengths": np.array(x)} for x in ([3, 0], [53, 20])],
+    "lengths and diagonal": [
+        {"key_lengths": np.array(x), "alignment": "lower_right", "is_causal": True}
+        for x in ([40, 50], [53, 12])
+    ],
+    "slopes": [{"alibi_slopes": DRAW.random(shape)} for shape in ((H,), (B, H))],
+    "sinks": [{"sinks": DRAW.standard_normal(H)} for _ in "ab"],
+    "all": [
+        {
+            "attn_mask": DRAW.random((B, 1, L, S)) < 0.8,
+            "key_lengths": DRAW.integers(1, S, B),
+            "alibi_slopes": DRAW.random(H),
+            "sinks": DRAW.standard_normal(H),
+            "softcap": 3.0,
+        }
+        for _ in "ab"
+    ],
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_among_the_options_are_looked_at_in_every_call(name, precision):
+    """A plan of the first ones, then calls with the others and the first: as calls without plans."""
+    options = {"enable_gqa": True, "precision": precision, "return_lse": True}
+    want = []
+    for given in ARRAYS[name]:
+        plans._plans.plans.clear()
+        want.append(numflash.attention(Q, K, V, **options, **given))
+        assert len(plans._plans.plans) == 1
+        out, lse = naive(Q, K, V, **given)
+        seen = np.isfinite(lse)
+        limit = {"float32": 1e-5}.get(precision, 0.05) * abs(out).sum()
+        assert abs(want[-1][0] - out).sum() < limit
+        assert np.array_equal(seen, np.isfinite(want[-1][1]))
+        assert abs(want[-1][1][seen] - lse[seen]).max() < {"float32": 1e-5}.get(precision, 0.1)
+    plans._plans.plans.clear()
+    for n in (0, 1, 0, 1):
+        found = numflash.attention(Q, K, V, **options, **ARRAYS[name][n])
+        for a, b in zip(found, want[n], strict=True):
+            np.testing.assert_array_equal(a, b)
+    del options["return_lse"]
+    for n in (0, 0):
+        found = numflash.attention(Q, K, V, **options, **ARRAYS[name][n])
+        np.testing.assert_array_equal(found, want[n][0])
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_no_plan_keeps_a_mask(precision):
+    mask = np.ones((L, S), bool)
+    for _ in range(2):
+        numflash.attention(Q, K, V, mask, enable_gqa=True, precision=precision)
+    kept = weakref.ref(mask)
+    del mask
+    assert kept() is None
+
+
+def test_wrong_arrays_among_the_options_of_an_equal_call():
+    """Refused as in a first call, in the same words."""
+    good = {
+        "attn_mask": np.ones((L, S), bool),
+        "key_lengths": np.array([3, 5]),
+        "alibi_slopes": np.ones(H),
+        "sinks": np.ones(H),
+    }
+    frozen = np.ones((B, 1, L, S), bool)
+    frozen.flags.writeable = False
+    wrong = (
+        ("attn_mask", True),
+        ("attn_mask", np.ones((L, S - 1), bool)),
+        ("attn_mask", np.ones((1, B, 1, L, S), bool)),
+        ("attn_mask", np.ones((L, S), np.int8)),
+        ("attn_mask", object()),
+        ("key_lengths", np.array([3, S + 1])),
+        ("key_lengths", np.array([3.0, 5.0])),
+        ("key_lengths", np.array([3])),
+        ("alibi_slopes", np.full(H, np.nan)),
+        ("sinks", np.ones(H + 1)),
+        ("sinks", 1.0),
+    )
+    for name, value in wrong:
+        words = []
+        for planned in (False, True):
+            plans._plans.plans.clear()
+            if planned:
+                numflash.attention(Q, K, V, enable_gqa=True, **good)
+                numflash.attention(Q, K, V, enable_gqa=True, **good | {"attn_mask": frozen})
+            with pytest.raises(NumflashError, match=name) as error:
+                numflash.attention(Q, K, V, enable_gqa=True, **good | {name: value})
+            words.append((type(error.value), str(error.value).split(" at 0x")[0]))
+        assert words[0] == words[1]
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_masks_of_rows_that_a_plan_cannot_compute(precision):
+    """Rows again in float64, scores beyond int16: with the call's own mask, not the first one's."""
+    q, k, v = qkv(b=1, h=2, l=9, s=150, d=24)
+    masks = [DRAW.random((1, 1, 9, 150)) < 0.5 for _ in range(3)]
+    numflash.attention(q, k, v, masks[0], precision=precision)
+    for mask in masks[1:]:
+        for factor in (1e6, 1e36):
+            given = q * np.float32(factor), k, v, mask
+            got = numflash.attention(*given, precision=precision)
+            want = numflash.attention(*given, precision=precision, impl="reference")
+            np.testing.assert_allclose(got, want, atol=1e-5 if precision == "float32" else 0)
 
 
 def test_options_that_leave_no_plan():
@@ -275,8 +394,19 @@ def test_strided_finer_digits_of_quantised_operands():
             numflash.attention_int8(q, k, v)
 
 
+@pytest.mark.parametrize("name", ["mask", "bias", "padding", "lengths", "slopes", "sinks", "all"])
+def test_arrays_beside_quantised_operands(name):
+    operands = numflash.quantize_qkv(*qkv(b=B, h=H, l=L, s=S, d=24))
+    numflash.attention_int8(*operands)
+    for given in (*ARRAYS[name], *ARRAYS[name]):
+        found = numflash.attention_int8(*operands, return_lse=True, **given)
+        want = numflash.attention_int8(*operands, return_lse=True, impl="reference", **given)
+        np.testing.assert_array_equal(found[0], want[0])
+        np.testing.assert_array_equal(found[1], want[1])
+
+
 def test_quantised_operands_without_a_plan():
-    """Scales of another kind, rows that were not finite, and options that hold arrays."""
+    """Scales of another kind, and rows that were not finite."""
     q, k, v = qkv(b=1, h=2, l=7, s=13, d=24)
     k[0, 0, 3, 5] = np.nan
     plain = numflash.quantize_qkv(q, k, v)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import factor
-from ..validation.operands import per_head
+from ..validation.option_arrays import per_head
 from .arguments import plain_array
 from .settings import INTEGERS
 

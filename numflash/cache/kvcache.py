@@ -272,7 +272,7 @@ class KVCache(Appending):
         finally:
             free.append(plan)
         if sinks is not None:
-            result[...], lse = apply_sinks(result, lse, sinks)
+            apply_sinks(result, lse, sinks)
         if plain and self.device == "cpu" and (shape[2] == 1 or self.window is None):
             memory.calls.succeeded(shape, wanted)
         exported: Any = result

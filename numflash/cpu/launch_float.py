@@ -6,11 +6,12 @@ Packing, options as arrays, and the rows that float32 cannot hold.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numba
 import numpy as np
 
-from ..interop.arrays import Memory, carray, to_float32
+from ..interop.arrays import Memory, address, carray, to_float32
 from ..jit import guard, target
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, scratch
@@ -18,18 +19,24 @@ from ..jit.threads import threads_stay
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, workers
 from ..validation import Problem
-from .floats.call import LARGEST, LSE, PLACES, REDO, addresses, make_call
+from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, Numbers, addresses, make_call
 from .floats.flash_rows import Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS, on_lines
 from .isa.isas import padded
-from .semantics import NO_TILES, ScoreTiles, Semantics, option_numbers
+from .semantics import NO_TILES, OPTION_NUMBERS, ScoreTiles, Semantics, option_numbers
 
 F = np.float32
 Array = np.ndarray
 NO_LIMIT = 1 << 40
+NONE_OF: dict[type, Array] = {dtype: np.zeros((0, 0, 0, 0), dtype) for dtype in (np.uint8, F)}
+NO_SHIFT, NO_SLOPES = np.zeros((0, 0, 0), F), np.zeros((0, 0), F)
 # contiguous float32 arrays of the caller to be written, or None
 Results = tuple[np.ndarray, np.ndarray] | None
+PANELS, VALUE_ROWS, WORKERS, STOPS = (
+    Numbers._fields.index(name) for name in ("panels", "value_rows", "workers", "stops")
+)
+SEEN = [PANELS, VALUE_ROWS]  # what scratch memory's size depends on besides shapes
 
 
 def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
@@ -38,7 +45,7 @@ def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
     Contiguous, empty for None.
     """
     if x is None:
-        return np.zeros((0, 0, 0, 0), dtype)
+        return NONE_OF[dtype]
     once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides[:3])]
     return np.ascontiguousarray(once).view(dtype)
 
@@ -75,8 +82,8 @@ def semantics(problem: Problem, double: bool = False) -> Semantics:
     return Semantics(
         *edges_and_masks(problem),
         F(problem.softcap * LOG2E),
-        np.zeros((0, 0, 0), F),
-        np.zeros((0, 0), F) if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
+        NO_SHIFT,
+        NO_SLOPES if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
         functions=functions_of(problem, double),
     )
 
@@ -128,6 +135,22 @@ def run_rows(
     make_attend_rows(double)(given, np.zeros(1, np.int64), out, lse)
 
 
+def without_numbers(problem: Problem) -> Problem:
+    """A copy whose query, key and value have shapes, and no memory."""
+    b, h, hkv, length, s, d, dv = problem.shape
+    shapes = (b, h, length, d), (b, hkv, s, d), (b, hkv, s, dv)
+    return problem.with_operands(*(np.broadcast_to(F(0), shape) for shape in shapes))
+
+
+def with_options(plan: Any, fields: dict[str, Any]) -> Any:
+    """A copy of a plan for a problem with other masks, lengths, slopes and sinks."""
+    copy = object.__new__(type(plan))
+    copy.__dict__.update(plan.__dict__)
+    copy.problem, copy.numbers = plan.problem.with_options(fields), plan.numbers.copy()
+    copy._set_options()
+    return copy
+
+
 class FloatPlan:
     """What equal calls have in common, decided once.
 
@@ -140,7 +163,7 @@ class FloatPlan:
     ----------
     problem : Problem
         Its query, key and value count by their shapes; its masks, lengths and slopes are the plan's
-        own.
+        own, `for_options` makes that of others.
     isa : str
         An instruction set with register tiles.
 
@@ -153,20 +176,15 @@ class FloatPlan:
 
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
-        self.problem = replace(problem, query=None, key=None, value=None)
+        self.problem = without_numbers(problem)
         self.kind = operand_kind(isa)
         isa, changed, block_q = chosen_float(isa, self.kind)
-        tiles = FLOAT_ISAS[isa]
+        tiles = self.tiles = FLOAT_ISAS[isa]
         self.step, self.operand = tiles.step, np.dtype(np.uint16 if self.kind == "bfloat16" else F)
-        options = semantics(problem)
-        stops = np.ascontiguousarray(seen_keys(problem), np.int64)
-        n = nb * nh
-        n_kv = nb * nkv
-        seen = int(stops.max(initial=0))
+        n, n_kv = nb * nh, nb * nkv
         words = padded(d, tiles.step) * self.operand.itemsize // 4
-        panels = max(1, -(-seen // tiles.panel))
+        panels, value_rows = self._packed(int(seen_keys(problem).max(initial=0)))
         columns = padded(dv, tiles.lanes)
-        value_rows = max(1, padded(seen, tiles.step) // tiles.group)
         in_place = self.kind == "float32" and columns == dv
         self.on_lines = in_place and length * nh // nkv >= MANY_ROWS
         self.takes = None if self.on_lines or d % tiles.step else self.kind
@@ -180,22 +198,38 @@ class FloatPlan:
             self.layout.add("counters", 2 * 8),
             self.layout.add("lse", n * length * 4),
         )
-        self.options, self.stops = options, stops  # numbers hold their addresses
-        numbers = (  # in the order of `Numbers`
-            *self.shape,
-            words,
-            panels,
-            columns,
-            value_rows,
-            workers(self.kind, n * length * seen * (d + dv)),
-            block_q,
-            *places,
-            stops.ctypes.data,
-            *option_numbers(options),
-        )
-        self.numbers = np.array(numbers, np.int64)
-        self.factors = np.array((problem.scale * LOG2E, options.softcap), np.float64)
+        sizes = (*self.shape, words, panels, columns, value_rows, 1, block_q)
+        no_options = (0,) * (1 + OPTION_NUMBERS)
+        self.numbers = np.array((*sizes, *places, *no_options), np.int64)  # as `Numbers`
+        self._set_options()
+        self.factors = np.array((problem.scale * LOG2E, self.options.softcap), np.float64)
         self.call = make_call(isa, self.kind, in_place, *changed)
+
+    def _packed(self, seen: int) -> tuple[int, int]:
+        """Panels of packed keys and rows of packed values, of each head."""
+        tiles = self.tiles
+        return max(1, -(-seen // tiles.panel)), max(1, padded(seen, tiles.step) // tiles.group)
+
+    def _set_options(self) -> None:
+        """Write what depends on masks, lengths and slopes into the numbers."""
+        nb, nh, _, length, _, d, dv = self.shape
+        self.options = semantics(self.problem)  # numbers hold addresses of its arrays
+        self.stops = np.ascontiguousarray(seen_keys(self.problem), np.int64)
+        seen = max(self.stops.tolist(), default=0)
+        numbers = self.numbers
+        numbers[PANELS], numbers[VALUE_ROWS] = self._packed(seen)
+        numbers[WORKERS] = workers(self.kind, nb * nh * length * seen * (d + dv))
+        numbers[STOPS] = address(self.stops)
+        numbers[NUMBERS:] = option_numbers(self.options)
+
+    def for_options(self, fields: dict[str, Any]) -> FloatPlan | None:
+        """The plan of a problem whose `fields`, as of `validation.described`, are others.
+
+        None if it needs more scratch memory: more keys are seen.
+        """
+        plan: FloatPlan = with_options(self, fields)
+        fits = (plan.numbers[SEEN] <= self.numbers[SEEN]).all()
+        return plan if fits else None
 
     def operands(
         self, query: np.ndarray, key: np.ndarray, value: np.ndarray

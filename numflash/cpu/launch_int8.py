@@ -30,10 +30,11 @@ from .int8.quantize import rows_of
 from .int8.quantize_rows import LANES
 from .int8.quantize_values import value_type
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
-from .launch_float import Results, at_address, seen_keys
-from .semantics import option_numbers
+from .launch_float import Results, at_address, seen_keys, with_options, without_numbers
+from .semantics import OPTION_NUMBERS, option_numbers
 
 F = np.float32
+WORKERS = Numbers._fields.index("workers")
 
 
 class Int8Plan:
@@ -43,7 +44,7 @@ class Int8Plan:
     ----------
     problem : Problem
         Its query, key and value count by their shapes and dtypes; its masks, lengths and slopes are
-        the plan's own.
+        the plan's own, `for_options` makes that of others.
     isa : str
         An instruction set with register tiles.
 
@@ -61,8 +62,7 @@ class Int8Plan:
         dtype = problem.query.data.dtype if ready else problem.query.dtype
         self.operand = np.dtype(dtype if dtype in (np.int8, np.uint16) else F)
         self.takes = "float32" if self.operand == F else None
-        self.problem = replace(problem, query=None, key=None, value=None)
-        self.options = semantics(problem, False, None)
+        self.problem = without_numbers(problem)
         n = nb * nh
         n_kv = nb * nkv
         description = VECTOR_ISAS[isa]
@@ -73,7 +73,6 @@ class Int8Plan:
         # written where values are integers, whether or not the sequences have any
         first_rows = 0 if problem.pv in fx.FLOAT_VALUES else n_kv * FIRST_KEYS
         value_size = np.dtype(value_type(isa, problem.pv)).itemsize
-        seen = int(seen_keys(problem).max(initial=0))
         self.layout = Layout()
         places = (  # in the order of `Numbers`
             self.layout.add("quantised query", 0 if ready else n * length * d),
@@ -101,13 +100,14 @@ class Int8Plan:
             columns,
             problem.smooths,
             problem.first_keys if first_rows else 0,
-            workers("int8", n * length * seen * (d + dv)),
+            1,
             stream_of(problem, isa),
             *(step for steps in strides for step in steps[:3]),
             *places,
-            *option_numbers(self.options),
+            *(0,) * OPTION_NUMBERS,
         )
         self.numbers = np.array(numbers, np.int64)
+        self._set_options()
         unit = score_unit(problem.scale, problem.softcap)
         self.factors = np.array((unit, self.options.softcap), np.float64)
         if ready:
@@ -115,6 +115,19 @@ class Int8Plan:
         else:
             kind = "bfloat16" if self.operand == np.uint16 else "float32"
             self.call = make_float_call(isa, kind, problem.pv, *rows)
+
+    def _set_options(self) -> None:
+        """Write what depends on masks, lengths and slopes into the numbers."""
+        nb, nh, _, length, _, d, dv = self.shape
+        self.options = semantics(self.problem, False, None)  # numbers hold addresses of its arrays
+        seen = max(seen_keys(self.problem).tolist(), default=0)
+        self.numbers[WORKERS] = workers("int8", nb * nh * length * seen * (d + dv))
+        self.numbers[NUMBERS:] = option_numbers(self.options)
+
+    def for_options(self, fields: dict[str, Any]) -> Int8Plan:
+        """The plan of a problem whose `fields`, as of `validation.described`, are others."""
+        plan: Int8Plan = with_options(self, fields)
+        return plan
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of query, key and value."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..interop.arrays import address
 from ..jit.compiler import bare, inline
 from ..jit.memory import array_at
 from ..numerics import fixedpoint as fx
@@ -178,7 +179,7 @@ def option_numbers(options: Semantics) -> OptionNumbers:
             functions.rows,
             functions.keys,
             functions.batch.size,
-            *(x.ctypes.data for x in arrays),
+            *map(address, arrays),
         )
     )
 

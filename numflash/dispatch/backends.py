@@ -42,7 +42,8 @@ def solve(
             problem = quantize_problem(problem)
         out, lse = _run(problem, impl, results)
     if problem.sinks is not None:
-        out, lse = merge.apply_sinks(convert(out, "float32"), lse, problem.sinks)
+        out = convert(out, "float32")
+        merge.apply_sinks(out, lse, problem.sinks)
     if results is not None:
         out, lse = _written((out, lse), results)
     return out, lse if problem.return_lse else None

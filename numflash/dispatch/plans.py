@@ -5,11 +5,11 @@ What depends only on shapes, dtypes and options is decided by the first of equal
 A call is looked up by the shapes and dtypes of its three arrays, and the values and types of its
 options. The first one is checked in full and, where it succeeds, leaves a `Plan`; the next equal
 call checks only the process (fork) and what a tensor can get wrong besides its dtype, brings its
-arrays into contiguous memory, allocates its result and enters one compiled function.
+arrays into contiguous memory, allocates its result and enters one compiled function. The numbers
+of masks, lengths, slopes and sinks are looked at in every call.
 
-Only calls on NumPy arrays or PyTorch's tensors, without masks, lengths, slopes and sinks, whose
-values would have to be looked at, leave a plan here. That of tensors on a card is
-`cuda.arrays.tensors.Again`.
+Only calls on NumPy arrays or PyTorch's tensors leave a plan here. That of tensors on a card, without
+masks, lengths, slopes and sinks, is `cuda.arrays.tensors.Again`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,32 @@ from typing import Any
 import numpy as np
 
 from ..interop import device_tensors
+from ..interop.arguments import NOT_MASKS
 from ..interop.arrays import Imported, convert, deliver, memory_of, restore
 from ..jit import guard
 from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..numerics.merge import apply_sinks
 from ..numerics.quantization import GRANULARITIES, QuantizedTensor
 from ..tiling import Store
-from ..validation import Problem, gathered, quantized, scattered, tensor
-from ..validation.options import NAMES, Options
+from ..validation import Problem, described, gathered, quantized, scattered, tensor
+from ..validation.options import NAMES, OptionArrays, Options
 
 F = np.float32
 Key = tuple[Any, ...] | None
-MASK, LENGTHS, SLOPES, SINKS = (
-    NAMES.index(name) for name in ("attn_mask", "key_lengths", "alibi_slopes", "sinks")
-)
+MASK, LENGTHS, SLOPES, SINKS = (NAMES.index(name) for name in OptionArrays._fields)
 WINDOW = NAMES.index("window")
-BY_VALUE = frozenset(("attn_mask", "key_lengths", "alibi_slopes", "sinks"))
+BY_VALUE = frozenset(OptionArrays._fields)
+ARRAYS = MASK, LENGTHS, SLOPES, SINKS
+NO_ARRAYS = {"mask": None, "bias": None, "alibi_slopes": None, "sinks": None}
+AN_ARRAY = object()  # in the key of a call, equal to no option
+
+
+def _in_key(array: Any) -> Any:
+    """What stands in a key for an option that is an array, whose numbers each call looks at.
+
+    A number or flag, of which the check of masks has more to say, stays.
+    """
+    return array if array is None or isinstance(array, NOT_MASKS) else AN_ARRAY
 
 
 def _kinds_of(window: Any) -> tuple[type, ...]:
@@ -51,13 +62,17 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
 
     Types count: True, 1 and 1.0 are equal, and not all of them are allowed.
     """
-    if not (given[MASK] is given[LENGTHS] is given[SLOPES] is given[SINKS] is None):
-        return None
+    plain = given[MASK] is given[LENGTHS] is given[SLOPES] is given[SINKS] is None
     there: tuple[Any, ...] | None = ()
     if not _arrays_or_tensors(query, key, value):
-        there = device_tensors.places(query, key, value)
+        there = device_tensors.places(query, key, value) if plain else None
         if there is None or device_tensors.loses_grad(query, key, value):
             return None
+    if not plain:
+        asked = list(given)
+        for n in ARRAYS:
+            asked[n] = _in_key(asked[n])
+        given = tuple(asked)
     kinds = tuple(map(type, given))
     if given[WINDOW] is not None:
         kinds += _kinds_of(given[WINDOW])
@@ -116,7 +131,7 @@ def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], 
     if query.rotated is not key.rotated:
         return None
     if not BY_VALUE.isdisjoint(options):
-        return None
+        options = {name: _in_key(x) if name in BY_VALUE else x for name, x in options.items()}
     shapes = tuple(
         (t.data.shape, t.offset is None, t.nonfinite is None, t.low is None) for t in tensors
     )
@@ -139,7 +154,44 @@ def shaped(arrays: Sequence[np.ndarray], layout: str, precision: str) -> Sequenc
     return arrays if precision == "int8" else [convert(x, precision) for x in arrays]
 
 
-class Plan:
+class OneProblem:
+    """Equal calls on one problem.
+
+    Parameters
+    ----------
+    problem : the first of them, checked
+    options : its options
+    runner : what computes them
+    """
+
+    def __init__(self, problem: Problem, options: Options, runner: Any) -> None:
+        nb, nh, _, length, s, _, dv = problem.shape
+        self.runner, self.return_lse = runner, options.return_lse
+        self.alignment, self.grid = options.alignment, (nb, nh, length, s)
+        self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
+
+    def with_arrays(self, arrays: OptionArrays) -> tuple[Any, np.ndarray | None]:
+        """The runner for these masks, lengths and slopes, and the sinks.
+
+        No runner where it would take more memory than that of the first call.
+        """
+        fields = described(arrays, self.alignment, self.grid)
+        return self.runner.for_options(fields), fields["sinks"]
+
+    def results(
+        self, run: Any, operands: tuple[Any, Any, Any], sinks: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """What `run(*operands, out, lse)` computes, and lse where it is to be returned."""
+        out = np.empty(self.out_shape, F)
+        lse = np.empty(self.lse_shape, F) if self.return_lse or sinks is not None else None
+        with one_at_a_time():
+            run(*operands, out, lse)
+        if sinks is not None and lse is not None:
+            apply_sinks(out, lse, sinks)
+        return out, lse if self.return_lse else None
+
+
+class Plan(OneProblem):
     """Equal calls of `attention` on arrays or tensors: the same shapes, dtypes and options.
 
     Parameters
@@ -148,7 +200,7 @@ class Plan:
     given : its query, key and value, taken in
     options : its options
     runner : what computes them: `operands` brings arrays into its form, `run` attends
-    native : all are NumPy arrays of float32 in the machine's byte order
+    native : query, key and value are NumPy arrays of float32 in the machine's byte order
 
     Attributes
     ----------
@@ -164,31 +216,35 @@ class Plan:
         runner: Any,
         native: bool,
     ) -> None:
+        super().__init__(problem, options, runner)
         query = given[0]
-        self.runner, self.layout, self.precision = runner, options.layout, problem.precision
-        self.return_lse, self.ndim = options.return_lse, query.array.ndim
+        self.layout, self.precision, self.ndim = options.layout, problem.precision, query.array.ndim
         self.query = replace(query, array=np.empty(0))
-        nb, nh, _, length, _, _, dv = problem.shape
-        self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
-        self.native = native
+        self.plain, self.native = not options.arrays.given(), native
         whole = self.ndim == 4 and options.layout == "bhld"
         self.unchanged = whole and query.dtype == "float32"
         unconverted = problem.precision in ("float32", "int8")
         floats = all(x.dtype == "float32" for x in given)
         self.direct = whole and floats and unconverted and runner.takes == "float32"
 
-    def __call__(self, query: Any, key: Any, value: Any) -> Any:
-        """What `attention` returns for arrays of these shapes and dtypes."""
+    def __call__(self, query: Any, key: Any, value: Any, arrays: tuple) -> Any:
+        """What `attention` returns for arrays of these shapes and dtypes, and the options' arrays, in
+        the order of `OptionArrays`.
+
+        None where these take more memory than those of the first call.
+        """
         refuse_after_fork()
         if not self.native:
             query, key, value = taken_in(query, key, value)
+        runner, sinks = self.runner, None
+        if not self.plain:
+            runner, sinks = self.with_arrays(OptionArrays._make(arrays))
+            if runner is None:
+                return None
         if not (self.direct and query.flags.carray and key.flags.carray and value.flags.carray):
-            arrays = shaped((query, key, value), self.layout, self.precision)
-            query, key, value = self.runner.operands(*arrays)
-        out = np.empty(self.out_shape, F)
-        lse = np.empty(self.lse_shape, F) if self.return_lse else None
-        with one_at_a_time():
-            self.runner.run(query, key, value, out, lse)
+            operands = shaped((query, key, value), self.layout, self.precision)
+            query, key, value = runner.operands(*operands)
+        out, lse = self.results(runner.run, (query, key, value), sinks)
         if self.native and self.unchanged:
             return out if lse is None else (out, lse)
         if not self.unchanged:
@@ -196,31 +252,24 @@ class Plan:
         return deliver(out, lse, self.query, self.return_lse)
 
 
-class QuantizedPlan:
-    """Equal calls of `attention_int8`.
+class QuantizedPlan(OneProblem):
+    """Equal calls of `attention_int8`, on data of `ndim` dimensions."""
 
-    Parameters
-    ----------
-    problem : the first of them, checked
-    ndim : dimensions of its data
-    runner : what computes them
-    """
+    def __init__(self, problem: Problem, ndim: int, options: Options, runner: Any) -> None:
+        super().__init__(problem, options, runner)
+        self.ndim = ndim
 
-    def __init__(self, problem: Problem, ndim: int, runner: Any) -> None:
-        self.runner, self.ndim, self.return_lse = runner, ndim, problem.return_lse
-        nb, nh, _, length, _, _, dv = problem.shape
-        self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
-
-    def __call__(self, query: Any, key: Any, value: Any) -> Any:
-        """What `attention_int8` returns for such operands."""
+    def __call__(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+        """What `attention_int8` returns for such operands and options."""
         refuse_after_fork()
         if self.ndim != 4:
             tensors = ("query", query), ("key", key), ("value", value)
             query, key, value = (quantized(name, t, GRANULARITIES) for name, t in tensors)
-        out = np.empty(self.out_shape, F)
-        lse = np.empty(self.lse_shape, F) if self.return_lse else None
-        with one_at_a_time():
-            self.runner.run_ready(query, key, value, out, lse)
+        runner, sinks = self.runner, None
+        if not BY_VALUE.isdisjoint(options):
+            arrays = OptionArrays(*(options.get(name) for name in OptionArrays._fields))
+            runner, sinks = self.with_arrays(arrays)
+        out, lse = self.results(runner.run_ready, (query, key, value), sinks)
         if self.ndim != 4:
             out, lse = restore(out, self.ndim, "bhld"), restore(lse, self.ndim, "bhld")
         return out if lse is None else (out, lse)
@@ -287,13 +336,14 @@ def find(key: Key) -> Any:
 def runner_of(problem: Problem, impl: str) -> Any:
     """What computes a problem and all that are equal but for the numbers in their arrays.
 
-    None where there is no such thing.
+    None where there is no such thing. It keeps no mask.
     """
     if impl not in ("auto", "cpu") or 0 in problem.shape or guard.ON:
         return None
     from ..cpu import launch
 
-    return launch.runner(problem)
+    lengths = {"key_lengths": problem.key_lengths, "diagonal": problem.diagonal}
+    return launch.runner(problem.with_options(NO_ARRAYS | lengths))
 
 
 def keep(
@@ -330,17 +380,24 @@ def keep_packed(
         _plans.keep(key, plan)
 
 
-def keep_quantized(key: tuple[Any, ...], problem: Problem, ndim: int, impl: str) -> None:
+def keep_quantized(
+    key: tuple[Any, ...], problem: Problem, ndim: int, options: Options, impl: str
+) -> None:
     """The same for `attention_int8`."""
     runner = runner_of(problem, impl)
     if runner is not None:
-        _plans.keep(key, QuantizedPlan(problem, ndim, runner))
+        _plans.keep(key, QuantizedPlan(problem, ndim, options, runner))
 
 
 # of calls on tensors, by a key of their own: what computes them; of gradients the problem, without its
 # operands
 runners: Store[Any] = Store()
 problems: Store[Problem] = Store()
+
+
+def keep_problem(key: Any, problem: Problem) -> None:
+    """Keep the problem of gradients that have been computed, without its arrays."""
+    problems.keep(key, problem.with_operands(None, None, None).with_options(NO_ARRAYS))
 
 
 def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:

@@ -13,6 +13,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 # scale and softcap: their products with units and reciprocals stay in float32
 SMALLEST_FACTOR = 1e-30
 LARGEST_FACTOR = 1e30
+NOT_MASKS = (bool, int, float, np.generic)
 Window = tuple[int | None, int | None]
 
 
@@ -59,7 +60,7 @@ def mask_array(name: str, value: Any) -> Any:
 
     It would broadcast, and mean another argument.
     """
-    if isinstance(value, (bool, int, float, np.generic)):
+    if isinstance(value, NOT_MASKS):
         meant = "is_causal" if isinstance(value, (bool, np.bool_)) else "scale"
         raise ArgumentTypeError(
             f"{name}: got {value!r}; allowed: an array, or None. Did you mean {meant}={value}?"

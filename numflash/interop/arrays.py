@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from ctypes import addressof, c_char
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -125,6 +126,32 @@ def writable(x: np.ndarray) -> np.ndarray:
         if x.flags.writeable
         else np.asarray(Memory(x.ctypes.data, x.shape, x.strides, x.dtype.str, x))
     )
+
+
+def address(x: np.ndarray) -> int:
+    """Where a contiguous array lies, 0 for an empty one; `x.ctypes.data` takes eight times as long."""
+    if not x.size:
+        return 0
+    at = cast(Any, x)
+    return addressof(c_char.from_buffer(at)) if x.flags.writeable else int(x.ctypes.data)
+
+
+def spread(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """`np.broadcast_to`, but writable where x is.
+
+    Raises
+    ------
+    ValueError
+        x does not broadcast to the shape.
+    """
+    lead = len(shape) - x.ndim
+    fits = lead >= 0 and all(
+        mine in (1, wanted) for mine, wanted in zip(x.shape, shape[lead:], strict=True)
+    )
+    if not (fits and x.flags.c_contiguous):
+        return np.broadcast_to(x, shape)
+    steps = (0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=True))
+    return np.ndarray(shape, x.dtype, x, 0, (*(0,) * lead, *steps))
 
 
 def import_array(name: str, x: Any) -> Imported:

@@ -82,7 +82,9 @@ class Job:
 
         agree(comm, check)
         sinks = self.plan.problem.sinks
-        return (self.out, self.lse) if sinks is None else apply_sinks(self.out, self.lse, sinks)
+        if sinks is not None:
+            apply_sinks(self.out, self.lse, sinks)
+        return self.out, self.lse
 
 
 def prepare(comm: Any, plan: Plan, impl: str, make_room: Callable[[Plan, Format], Any]) -> Job:

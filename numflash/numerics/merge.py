@@ -94,14 +94,15 @@ def join(out: np.ndarray, share: np.ndarray) -> np.ndarray:
     return np.where(share[..., None] == 0, 0, weighted).astype(np.result_type(out, share))
 
 
-def apply_sinks(
-    out: np.ndarray, lse: np.ndarray, sinks: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Merge with the state of one extra key per head: score `sinks[h]`, value 0.
+def apply_sinks(out: np.ndarray, lse: np.ndarray, sinks: np.ndarray) -> None:
+    """Merge with the state of one extra key per head, score `sinks[h]`, value 0: out and lse are
+    written.
 
     out (B, H, L, Dv), lse (B, H, L), sinks (H,).
     """
-    share, _, total = weights(
-        lse, np.broadcast_to(sinks[None, :, None], lse.shape).astype(lse.dtype)
-    )
-    return join(out, share), total
+    extra = sinks.astype(lse.dtype)[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):  # infinity times 0 is not taken
+        share = 1 / (1 + np.exp(extra - lse))
+        np.multiply(out, share[..., None], out=out, casting="same_kind")
+        np.logaddexp(lse, extra, out=lse)
+    out[share == 0] = 0

@@ -23,8 +23,9 @@ from ..interop.arguments import choice
 from ..interop.arrays import Memory
 from ..jit import threads
 from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..numerics.merge import apply_sinks
 from ..tiling import Store
-from ..validation.options import ALIGNMENTS, IMPLS, Options
+from ..validation.options import ALIGNMENTS, IMPLS, OptionArrays, Options
 from .batching import one_call
 
 OPTIONS = {
@@ -44,7 +45,9 @@ OPTIONS = {
     "impl": "str",
 }
 TENSORS = [n for n, kind in enumerate(OPTIONS.values()) if kind == "Tensor?"]
-MASK, SINKS, PRECISION = ([*OPTIONS].index(name) for name in ("attn_mask", "sinks", "precision"))
+MASK, SINKS, PRECISION, ALIGNMENT = (
+    [*OPTIONS].index(name) for name in ("attn_mask", "sinks", "precision", "alignment")
+)
 # Which gradients of options are wanted, after the options. Graphs that Inductor has kept on disk may
 # call the operator without these.
 WANTED = {"of_mask": "bool", "of_sinks": "bool"}
@@ -75,12 +78,13 @@ def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     ):
         return None
     row = mask[:, 0, 0]
+    if row.is_cpu:
+        seen = row.numpy()
+        falling = (seen[:, 1:] <= seen[:, :-1]).all()
+        return torch.from_numpy(np.count_nonzero(seen, 1)) if falling else None
     lengths = row.sum(-1)
-    return (
-        lengths.cpu()
-        if torch.equal(row, torch.arange(keys, device=row.device) < lengths[:, None])
-        else None
-    )
+    falling = torch.equal(row, torch.arange(keys, device=row.device) < lengths[:, None])
+    return lengths.cpu() if falling else None
 
 
 def _named(values: tuple) -> tuple[dict[str, Any], str]:
@@ -107,11 +111,28 @@ def _options(values: tuple, key: Tensor) -> tuple[Options, str]:
     for.
     """
     given, impl = _named(values)
-    if given["key_lengths"] is None and given["alignment"] == "upper_left":
-        lengths = _key_lengths(given["attn_mask"], key.shape[0], key.shape[2])
-        if lengths is not None:  # with another alignment the diagonal would move with them
-            given["key_lengths"], given["attn_mask"] = lengths, None
+    mask, lengths = given["attn_mask"], given["key_lengths"]
+    given["attn_mask"], given["key_lengths"] = _padding(mask, lengths, given["alignment"], key)
     return Options(**given, return_lse=True), impl
+
+
+def _padding(
+    mask: Tensor | None, lengths: Tensor | None, alignment: str, key: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """A mask and key lengths, the latter instead of a mask of nothing but padding."""
+    if mask is None or lengths is not None or alignment != "upper_left":
+        return mask, lengths  # with another alignment the diagonal would move with the lengths
+    found = _key_lengths(mask, key.shape[0], key.shape[2])
+    return (mask, None) if found is None else (None, found)
+
+
+def _fields(options: tuple[Any, ...], query: Tensor, key: Tensor) -> dict[str, Any]:
+    """The fields of a `Problem` that come from the options' tensors."""
+    mask, lengths, slopes, sinks = (options[n] for n in TENSORS)
+    mask, lengths = _padding(mask, lengths, options[ALIGNMENT], key)
+    b, h, length = query.shape[:3]
+    arrays = OptionArrays(mask, lengths, slopes, sinks)
+    return validation.described(arrays, options[ALIGNMENT], (b, h, length, key.shape[2]))
 
 
 def _detached(asked: Options) -> Options:
@@ -155,8 +176,26 @@ def _plain(x: Any, dtype: torch.dtype) -> bool:
 
 
 def _hold_tensors(options: tuple[Any, ...]) -> bool:
-    """Whether one of the options is a tensor, whose numbers would have to be looked at."""
+    """Whether one of the options is a tensor, whose numbers are looked at in each call."""
     return any(isinstance(options[n], Tensor) for n in TENSORS)
+
+
+def _without_tensors(options: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...] | None:
+    """The options with a tensor's dtype in its place; None where a call has to look at more than its
+    numbers.
+    """
+    changed = list(options)
+    for n in TENSORS:
+        x = options[n]
+        if x is None:
+            continue
+        dense = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
+        if not dense or not x.is_cpu or x.is_neg():
+            return None
+        if n == MASK and x.dtype not in (torch.bool, torch.float32, dtype):
+            return None
+        changed[n] = x.dtype
+    return tuple(changed)
 
 
 def _runner(
@@ -164,9 +203,9 @@ def _runner(
 ) -> tuple[Any, Any | None]:
     """The key of equal calls of the operator, and the runner that computes them.
 
-    The key is None for tensors that are not `_plain` and for options that hold tensors; the runner
-    is None for calls that were not made before. The key has the types of the options too: 1 ==
-    True, and only one of them may be allowed.
+    The key is None for tensors that are not `_plain`; the runner is None for calls that were not
+    made before. The key has the types of the options too: 1 == True, and only one of them may be
+    allowed.
     """
     if type(query) is Tensor and query.is_cuda:
         return _on_card("attention", (query, key, value), options)
@@ -182,10 +221,11 @@ def _known(
         _plain(query, dtype) and _plain(key, dtype) and _plain(value, dtype)
     ):
         return None, None
-    if _hold_tensors(options):
+    asked = _without_tensors(options, dtype) if _hold_tensors(options) else options
+    if asked is None:
         return None, None
     try:
-        call = dtype, query.shape, key.shape, value.shape, options, tuple(map(type, options))
+        call = dtype, query.shape, key.shape, value.shape, asked, tuple(map(type, asked))
         return call, store.get(call)
     except TypeError:  # an option that cannot be hashed
         return None, None
@@ -203,8 +243,26 @@ def _on_card(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> t
     return call, plans.find(call)
 
 
+def _with_tensors(
+    runner: Any, query: Tensor, key: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, np.ndarray | None]:
+    """What computes a call that was made before with the options' tensors, and its sinks.
+
+    None where it takes more memory than the first call did.
+    """
+    if not _hold_tensors(options):
+        return runner, None
+    fields = _fields(options, query, key)
+    return runner.for_options(fields), fields["sinks"]
+
+
 def _run(
-    runner: Any, query: Tensor, key: Tensor, value: Tensor, with_lse: bool
+    runner: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    with_lse: bool,
+    sinks: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The results of a call that was made before; lse only where it is wanted."""
     if query.is_cuda:
@@ -213,10 +271,13 @@ def _run(
     refuse_after_fork()
     rows = query.shape[:3]
     out = query.new_empty((*rows, value.shape[3]), dtype=torch.float32)
+    with_lse = with_lse or sinks is not None
     lse = query.new_empty(rows, dtype=torch.float32) if with_lse else None
     places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
     with pytorch_threads(), one_at_a_time():
         runner.run_at(*places, 0 if lse is None else lse.data_ptr(), with_lse)
+    if sinks is not None and lse is not None:
+        apply_sinks(_array(out), _array(lse), sinks)
     return (out if query.dtype is torch.float32 else out.to(query.dtype)), lse
 
 
@@ -254,9 +315,11 @@ def without_operator(
     _, runner = _runner(query, key, value, options)
     if runner is None or _is_seen(query):
         return None
-    if not device_tensors.loses_grad(query, key, value):
-        return _run(runner, query, key, value, with_lse)
-    if options[PRECISION] == "int8":  # which has no gradient
+    tensors = [x for n in TENSORS if (x := options[n]) is not None]
+    if not device_tensors.loses_grad(query, key, value, *tensors):
+        runner, sinks = _with_tensors(runner, query, key, options)
+        return None if runner is None else _run(runner, query, key, value, with_lse, sinks)
+    if tensors or options[PRECISION] == "int8":  # kept by the operator's node; without gradients
         return None
     out, lse = _Known.apply(runner, query, key, value, options)
     return out, lse
@@ -269,7 +332,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[T
     """
     call, runner = _runner(query, key, value, options)
     if runner is not None:
-        return _run(runner, query, key, value, True)
+        runner, sinks = _with_tensors(runner, query, key, options)
+    if runner is not None:
+        return _run(runner, query, key, value, True, sinks)
     asked, impl = _options(options, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
     asked = _detached(asked)
@@ -369,6 +434,8 @@ def _of_operands(
         whole = query.dtype is torch.float32  # NumPy has no bfloat16
         taken = [x.numpy() for x in tensors] if whole else plans.taken_in(*tensors)
         problem = known.with_operands(*plans.shaped(taken, "bhld", known.precision))
+        if _hold_tensors(options):
+            problem = problem.with_options(_fields(options, query, key))
     if known is not None and _are_results(grad_out, out, lse, query, value):
         operands = grad_out.numpy(), out.numpy(), lse.numpy()
     else:
@@ -380,7 +447,7 @@ def _of_operands(
     with pytorch_threads():
         backends.solve_backward(problem, operands, impl, [_array(x) for x in found], scores)
     if call is not None and known is None:
-        plans.problems.keep(call, problem.with_operands(None, None, None))
+        plans.keep_problem(call, problem)
     dq, dk, dv = (x.to(query.dtype) for x in found)
     if scores is None:
         return dq, dk, dv, query.new_empty(0)

@@ -208,25 +208,14 @@ def scaled_dot_product_attention(
     UnsupportedError
         Tensors on a device that is neither a CPU nor a CUDA card.
     """
-    if (
-        attn_mask is None
-        and type(enable_gqa) is bool
-        and type(dropout_p) is float
-        and not dropout_p
-    ):
-        options = (
-            None,
-            is_causal,
-            scale,
-            *_SDPA_OPTIONS[enable_gqa is True],
-            precision,
-            pv,
-            "auto",
-        )
-        found = without_operator(query, key, value, options, False)
+    known = type(enable_gqa) is bool and type(dropout_p) is float and not dropout_p
+    known = known and (attn_mask is None or (type(attn_mask) is Tensor and is_causal is False))
+    grouped = _SDPA_OPTIONS[enable_gqa is True]
+    options = attn_mask, is_causal, scale, *grouped, precision, pv, "auto"
+    try:
+        found = without_operator(query, key, value, options, False) if known else None
         if found is not None:
             return found[0]
-    try:
         return _with_operator(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, pv
         )

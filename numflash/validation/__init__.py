@@ -11,11 +11,11 @@ from .operands import (
     describe,
     gradient_operands,
     import_operands,
-    lengths,
     problem,
     problem_of,
     tensor,
 )
+from .option_arrays import described, lengths
 from .packed import cumulative, gathered, scattered, sequences
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Problem",
     "cumulative",
     "describe",
+    "described",
     "gathered",
     "gradient_operands",
     "import_operands",

@@ -80,6 +80,10 @@ class Problem:
         """A copy with score and mask functions."""
         return self._copied(functions=functions)
 
+    def with_options(self, fields: dict[str, Any]) -> Problem:
+        """A copy with other masks, lengths, slopes and sinks, as `option_arrays.described` gives them."""
+        return self._copied(**fields)
+
     def with_operands(self, query: Any, key: Any, value: Any) -> Problem:
         """A copy with other operands of the same shapes."""
         return self._copied(query=query, key=key, value=value)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop.arrays import Imported, convert, import_array, widen, writable
+from ..interop.arrays import Imported, convert, import_array, writable
 from ..tiling import MAX_HEAD_DIM
 from .description import Problem
+from .option_arrays import described
 from .options import DEFAULT, Options, check_weights
 
-LARGEST_PER_HEAD = 1e20
 LARGEST_INT8_CAP = 1e4
 OWN_PRECISION = {
     "float32": "float32",
@@ -81,66 +81,6 @@ def check_shapes(
             )
 
 
-def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str) -> np.ndarray:
-    """A float32 array of one of the allowed shapes, of numbers that no length of a sequence takes
-    out of float32.
-    """
-    taken = import_array(name, x)  # uint16 are numbers here: bits are taken of operands only
-    array = widen(taken.array) if taken.dtype == "bfloat16" else taken.array
-    if array.dtype.kind not in "fiu":
-        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: numbers")
-    if array.shape not in allowed:
-        raise ArgumentError(
-            f"{name}: got shape {array.shape}; allowed: {words} = {' or '.join(map(str, allowed))}"
-        )
-    with np.errstate(over="ignore"):
-        array = array.astype(np.float32)  # float16 does not hold the limit
-    if not (np.abs(array) <= LARGEST_PER_HEAD).all():  # false for NaN
-        raise ArgumentError(
-            f"{name}: got NaN, infinity or a number beyond +-{LARGEST_PER_HEAD:g}; allowed: numbers up to it"
-        )
-    return array
-
-
-def split_mask(
-    attn_mask: Any, shape: tuple[int, int, int, int]
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """`attn_mask` as (mask, bias), one of them None: broadcast views of `shape`."""
-    if attn_mask is None:
-        return None, None
-    taken = import_array("attn_mask", attn_mask)
-    array = taken.array
-    if taken.dtype == "bfloat16" or array.dtype.kind == "f":
-        array = convert(array, "float32")
-    elif array.dtype.kind != "b":
-        raise ArgumentTypeError(
-            f"attn_mask: got dtype {taken.dtype}; allowed: bool (True = may attend) or float (added to scores)"
-        )
-    try:
-        array = writable(np.broadcast_to(array, shape))
-    except ValueError:
-        padding = array.shape == (shape[0], shape[3])
-        hint = ". For padding give mask[:, None, None], or key_lengths" if padding else ""
-        raise ArgumentError(
-            f"attn_mask: got shape {array.shape}; allowed: what broadcasts to (B, H, L, S) = {shape}{hint}"
-        ) from None
-    return (array, None) if array.dtype.kind == "b" else (None, array)
-
-
-def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
-    """(B,) int64 counts between 0 and `most`."""
-    if x is None:
-        return np.array([most] * batch, np.int64)
-    array = import_array(name, x).array
-    if array.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: integers")
-    if array.shape != (batch,):
-        raise ArgumentError(f"{name}: got shape {array.shape}; allowed: (B,) = ({batch},)")
-    if batch and not (array.min() >= 0 and array.max() <= most):
-        raise ArgumentError(f"{name}: got {array.tolist()}; allowed: 0 to {most}")
-    return array.astype(np.int64)
-
-
 def describe(query: Any, key: Any, value: Any, options: Options, precision: str) -> Problem:
     """The Problem of 4-D operands whose shapes are checked.
 
@@ -155,15 +95,6 @@ def describe(query: Any, key: Any, value: Any, options: Options, precision: str)
     if options.pv is not None:
         check_weights(options.pv, precision)
     left, right = options.limits(l + s)
-    counts = lengths("key_lengths", options.key_lengths, b, s)
-    mask, bias = split_mask(options.attn_mask, (b, h, l, s))
-    slopes = options.alibi_slopes
-    sinks = options.sinks
-    if slopes is not None:
-        slopes = per_head("alibi_slopes", slopes, ((h,), (b, h)), "(H,) or (B, H)")
-        slopes = writable(np.broadcast_to(slopes, (b, h)))
-    if sinks is not None:
-        sinks = per_head("sinks", sinks, ((h,),), "(H,)")
     return Problem(
         query=query,
         key=key,
@@ -171,16 +102,11 @@ def describe(query: Any, key: Any, value: Any, options: Options, precision: str)
         scale=1.0 / math.sqrt(d) if options.scale is None else options.scale,
         left=left,
         right=right,
-        diagonal=counts - l if options.alignment == "lower_right" else np.zeros(b, np.int64),
-        key_lengths=counts,
-        mask=mask,
-        bias=bias,
         softcap=options.softcap,
-        alibi_slopes=slopes,
-        sinks=sinks,
         precision=precision,
         pv=options.pv or "int8",
         return_lse=options.return_lse,
+        **described(options.arrays, options.alignment, (b, h, l, s)),
     )
 
 

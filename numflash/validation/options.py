@@ -6,7 +6,7 @@ One frozen `Options`, built and checked once, then passed whole.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from ..interop.arguments import Window, choice, factor, flag, mask_array, real, sides
@@ -26,12 +26,24 @@ def check_weights(pv: str, precision: str | None) -> None:
         )
 
 
+class OptionArrays(NamedTuple):
+    """The options whose numbers are looked at in every call, as they came; None where not given."""
+
+    attn_mask: Any = None
+    key_lengths: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+
+    def given(self) -> bool:
+        """Whether there are any."""
+        return not self.attn_mask is self.key_lengths is self.alibi_slopes is self.sinks is None
+
+
 @dataclass(frozen=True, eq=False)
 class Options:
     """The options of `numflash.attention`, in its order. Those that need no array are checked here.
 
-    attn_mask, key_lengths, alibi_slopes and sinks stay as they came: `validation.describe` checks
-    them against the shapes.
+    Those of `arrays` stay as they came: `validation.describe` checks them against the shapes.
 
     Raises
     ------
@@ -74,6 +86,11 @@ class Options:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def arrays(self) -> OptionArrays:
+        """The options that are arrays."""
+        return OptionArrays(self.attn_mask, self.key_lengths, self.alibi_slopes, self.sinks)
 
     def limits(self, reach: int) -> Window:
         """Window and causality as (left, right), at most `reach`.

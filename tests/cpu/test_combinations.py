@@ -64,6 +64,13 @@ def sinks(heads):
     return np.linspace(-2, 3, heads, dtype=np.float32)
 
 
+def joined(out, lse, extra):
+    """Copies of both with a sink for each head."""
+    both = out.copy(), lse.copy()
+    merge.apply_sinks(*both, extra)
+    return both
+
+
 @functools.lru_cache(64)
 def quantised(row, pv):
     """The row's problem on integers, and what the integer model makes of it."""
@@ -78,7 +85,7 @@ def int8_holds(isa, pv, row, run=launch.run):
     extra = sinks(problem.shape[1])
     for (out, lse), (got_out, got_lse) in (
         (want, got),
-        (merge.apply_sinks(*want, extra), merge.apply_sinks(*got, extra)),
+        (joined(*want, extra), joined(*got, extra)),
     ):
         np.testing.assert_array_equal(got_lse, lse, err_msg=repr(row))
         largest = np.abs(np.where(np.isfinite(out), out, 0)).max(initial=1)
@@ -105,15 +112,15 @@ def exact(row, precision):
     found = oracle.attention(*operands, seen, precision)
     want = found.out, found.lse, found.out_error, found.lse_error
     with np.errstate(all="ignore"):
-        joined = oracle.with_sinks(*want, sinks(problem.shape[1]).astype(np.float64))
-    return problem, (want, joined)
+        with_sinks = oracle.with_sinks(*want, sinks(problem.shape[1]).astype(np.float64))
+    return problem, (want, with_sinks)
 
 
 def floats_hold(precision, isa, row, run=launch.run):
     problem, wanted = exact(tuple(row.items()), precision)
     got = run(problem, isa)
-    joined = merge.apply_sinks(*got, sinks(problem.shape[1]))
-    for want, (out, lse) in zip(wanted, (got, joined), strict=True):
+    with_sinks = joined(*got, sinks(problem.shape[1]))
+    for want, (out, lse) in zip(wanted, (got, with_sinks), strict=True):
         try:
             close("out", out, want[0], want[2], "float32")
             close("lse", lse, want[1], want[3], "float32")

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import numflash
-from numflash.cache import calls
-from numflash.cache.calls import MOST_CALLS
+from numflash.cache import appending, calls
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
 
 HEADS, KV_HEADS, D = 4, 2, 32
@@ -109,15 +108,17 @@ def test_more_calls_than_are_kept():
         np.testing.assert_allclose(cache.decode(query, scale=scale), wanted, atol=2e-6)
 
 
-def test_what_a_cache_keeps_of_its_calls_is_bounded():
+def test_what_a_cache_keeps_of_its_calls_is_bounded(monkeypatch):
+    for module in (calls, appending):
+        monkeypatch.setattr(module, "MOST_CALLS", 5)
     cache = numflash.KVCache(1, KV_HEADS, D, 4096, "float32")
-    for n in range(1, 70):
+    for n in range(1, 30):
         cache.append(normal(1, KV_HEADS, n, D), normal(1, KV_HEADS, n, D))
-    calls = cache._memory.calls
-    assert len(calls.shapes) <= MOST_CALLS
-    for n in range(1, 2 * MOST_CALLS):
-        cache.decode(normal(1, HEADS, n % 40 + 1, D), scale=np.array(0.1), splits=1 + n // 40)
-    assert len(calls._plans) <= MOST_CALLS + 1 and len(calls._calls) <= MOST_CALLS + 1
+    kept = cache._memory.calls
+    assert len(kept.shapes) <= 5
+    for n in range(20):
+        cache.decode(normal(1, HEADS, n % 2 + 1, D), scale=np.array(0.1), splits=1 + n // 2)
+    assert len(kept._plans) <= 6 and len(kept._calls) <= 6
 
 
 def test_a_call_of_another_thread_between_two_looks():

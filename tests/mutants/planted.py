@@ -390,13 +390,13 @@ MUTANTS = [
         ARGUMENTS,
     ),
     Mutant(
-        "validation/operands.py",
+        "validation/option_arrays.py",
         "if not (np.abs(array) <= LARGEST_PER_HEAD).all():",
         "if (np.abs(array) > LARGEST_PER_HEAD).any():",
         ARGUMENTS,
     ),
     Mutant(
-        "validation/operands.py",
+        "validation/option_arrays.py",
         "if array.shape != (batch,):",
         "if array.shape[0] != batch:",
         ARGUMENTS,
@@ -424,7 +424,7 @@ MUTANTS = [
     ),
     Mutant(
         "interop/arguments.py",
-        "if isinstance(value, (bool, int, float, np.generic)):",
+        "if isinstance(value, NOT_MASKS):",
         "if isinstance(value, (int, float)) and not isinstance(value, bool):",
         f"{ARGUMENTS} tests/test_api.py",
     ),
@@ -609,15 +609,33 @@ MUTANTS = [
     ),
     Mutant(
         "torch/operator.py",
-        "if torch.equal(row, torch.arange(keys, device=row.device) < lengths[:, None])",
-        "if True",
+        "falling = (seen[:, 1:] <= seen[:, :-1]).all()",
+        "falling = True",
         TORCH,
     ),
     Mutant(
         "torch/operator.py",
-        'if given["key_lengths"] is None and given["alignment"] == "upper_left":',
-        'if given["key_lengths"] is None:',
+        'if mask is None or lengths is not None or alignment != "upper_left":',
+        "if mask is None or lengths is not None:",
         TORCH,
+    ),
+    Mutant(
+        "torch/operator.py",
+        "if n == MASK and x.dtype not in (torch.bool, torch.float32, dtype):",
+        "if False:",
+        "tests/pytorch/test_equal_calls.py",
+    ),
+    Mutant(
+        "dispatch/plans.py",
+        "launch.runner(problem.with_options(NO_ARRAYS | lengths))",
+        "launch.runner(problem)",
+        "tests/test_plans.py",
+    ),
+    Mutant(
+        "dispatch/plans.py",
+        "isinstance(array, NOT_MASKS) else AN_ARRAY",
+        "False else AN_ARRAY",
+        "tests/test_plans.py",
     ),
     # ---- MPI
     Mutant(

@@ -13,7 +13,7 @@ import numflash.torch as nt
 from numflash.dispatch import plans
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
 from numflash.jit import target
-from numflash.torch import sdpa
+from numflash.torch import operator, sdpa
 
 ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
 Q, K, V = (torch.from_numpy(x) for x in ARRAYS)
@@ -80,6 +80,71 @@ def test_equal_calls_on_bfloat16_tensors(direct):
     for mine, size in ((again[0], None), (found, 7)):
         want, _ = naive(*(x.float().numpy()[..., :size] for x in half), is_causal=True)
         assert np.abs(mine.float().numpy() - want).max() < 0.02
+
+
+DRAW = np.random.default_rng(3)
+TENSORS = {
+    "mask": [{"attn_mask": DRAW.random((2, 1, 37, 53)) < p} for p in (0.7, 0.3)],
+    "padding": [{"attn_mask": np.arange(53) < DRAW.integers(1, 53, (2, 1, 1, 1))} for _ in "ab"],
+    "more keys": [{"attn_mask": np.arange(53) < np.full((2, 1, 1, 1), n)} for n in (5, 53)],
+    "no padding": [{"attn_mask": np.arange(53) >= np.full((2, 1, 1, 1), n)} for n in (5, 9)],
+    "bias": [{"attn_mask": DRAW.standard_normal((1, 4, 37, 53), np.float32)} for _ in "ab"],
+    "lengths": [{"key_lengths": DRAW.integers(1, 53, 2)} for _ in "ab"],
+    "slopes": [{"alibi_slopes": DRAW.random(4)} for _ in "ab"],
+    "sinks": [{"sinks": DRAW.standard_normal(4)} for _ in "ab"],
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_among_the_options_are_looked_at_in_every_call(name, precision, direct):
+    """The second call and those after it run without the operator, each with its own numbers."""
+    want = []
+    for given in TENSORS[name]:
+        plans.runners.plans.clear()
+        tensors = {n: torch.from_numpy(x) for n, x in given.items()}
+        want.append(nt.attention(Q, K, V, precision=precision, return_lse=True, **tensors))
+        out, _ = naive(*ARRAYS, **given)
+        assert abs(want[-1][0].numpy() - out).sum() < 0.03 * abs(out).sum()
+    plans.runners.plans.clear()
+    for n in (0, 1, 0, 1):
+        tensors = {x: torch.from_numpy(array) for x, array in TENSORS[name][n].items()}
+        found = nt.attention(Q, K, V, precision=precision, return_lse=True, **tensors)
+        assert torch.equal(found[0], want[n][0]) and torch.equal(found[1], want[n][1])
+        if set(tensors) == {"attn_mask"}:
+            assert torch.equal(
+                nt.scaled_dot_product_attention(Q, K, V, precision=precision, **tensors),
+                want[n][0],
+            )
+    assert direct[-1]
+
+
+def test_masks_of_equal_calls_that_differ_in_more_than_their_numbers(direct):
+    mask = torch.ones(37, 53, dtype=torch.bool)
+    for _ in range(2):
+        want = nt.scaled_dot_product_attention(Q, K, V, mask)
+    assert direct[-1]
+    bias = torch.zeros(37, 53, requires_grad=True)
+    found = nt.scaled_dot_product_attention(Q, K, V, bias)
+    found.sum().backward()
+    torch.testing.assert_close(found.detach(), want)
+    assert bias.grad.shape == (37, 53) and not direct[-1]
+    rest = False, None, False, None, None, "upper_left", None, 0.0, None, None, None, None, "auto"
+    operator.attention_operator(Q, K, V, mask.double(), *rest)  # which takes more dtypes
+    for wrong, message in (
+        ({"is_causal": True}, "attn_mask: got one together with is_causal"),
+        ({"attn_mask": mask[:, :-1]}, "attn_mask: got shape"),
+        ({"attn_mask": mask.double()}, "attn_mask: got dtype"),
+        ({"attn_mask": mask.to("meta")}, "attn_mask"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            nt.scaled_dot_product_attention(Q, K, V, **{"attn_mask": mask, **wrong})
+    sinks = torch.nn.Parameter(torch.zeros(4))
+    for _ in range(2):
+        assert nt.attention(Q, K, V, sinks=sinks).requires_grad
+        with torch.no_grad():
+            assert not nt.attention(Q, K, V, sinks=sinks).requires_grad
+    assert direct[-1]
 
 
 def test_whoever_looks_sees_the_operator(direct):

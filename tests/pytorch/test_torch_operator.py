@@ -254,24 +254,38 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_equal_calls_follow_their_tensors(dtype):
-    """The second call finds its problem, and has no array of the first; other options are others."""
+    """The second call finds its problem, and has no array of the first, nor its mask; other options are
+    others.
+    """
     plans.problems.plans.clear()
     for number in (1.0, 3.0):
-        for causal in (False, True):
+        seen = torch.rand(2, 1, 40, 40) < number / 4
+        padding = (torch.arange(40) < 10 * number).expand(2, 1, 1, 40)
+        bias = torch.randn(1, 4, 40, 40, dtype=dtype)
+        for changed in (
+            {},
+            {"is_causal": True},
+            {"attn_mask": seen | torch.eye(40, dtype=torch.bool)},
+            {"attn_mask": padding},
+            {"attn_mask": bias},
+        ):
             q, v = (number * torch.randn(2, 4, 40, 16, dtype=dtype) for _ in range(2))
             k = torch.randn(2, 2, 40, 16, dtype=dtype)
             given = [x.requires_grad_() for x in (q, k, v[:, :2].contiguous())]
-            options = {"is_causal": causal, "enable_gqa": True}
+            options = {**changed, "enable_gqa": True}
             grad = torch.randn(2, 4, 40, 16, dtype=dtype)
             found = torch.autograd.grad(sdpa.attention(*given, **options), given, grad)
             exact = [x.detach().double().requires_grad_() for x in given]
+            if "attn_mask" in changed and changed["attn_mask"].dtype == dtype:
+                options["attn_mask"] = bias.double()
             out = sdpa.PYTORCH(*exact, **options)
             wanted = torch.autograd.grad(out, exact, grad.double())
             room = 1e-5 if dtype is torch.float32 else 0.1
             for x, y in zip(found, wanted, strict=True):
                 torch.testing.assert_close(x.double(), y, rtol=room, atol=room * y.abs().max())
-    assert len(plans.problems.plans) == 2
-    assert all(x.query is x.key is x.value is None for x in plans.problems.plans.values())
+    assert len(plans.problems.plans) == 4  # one for both masks
+    kept = plans.problems.plans.values()
+    assert all(x.query is x.key is x.value is x.mask is x.bias is None for x in kept)
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16", "float16"])

@@ -123,9 +123,9 @@ def on_the_card(
     if plain and problem.precision == "int8":
         row, limit = bits(there[:1], host[:1]), 0.0
     else:
-        host = widen(host[0]), host[1]
+        host = widen(host[0]).copy(), host[1].copy()
         if problem.sinks is not None:
-            host = apply_sinks(host[0], host[1], problem.sinks)
+            apply_sinks(*host, problem.sinks)
         row, limit = {"passed": True}, LIMITS[problem.precision.replace("int8", "float32")]
         row["difference"] = distance(there[0], host[0])
         row["passed"] = row["difference"] <= limit
