@@ -36,7 +36,7 @@ Results = tuple[np.ndarray, np.ndarray] | None
 PANELS, VALUE_ROWS, WORKERS, STOPS = (
     Numbers._fields.index(name) for name in ("panels", "value_rows", "workers", "stops")
 )
-SEEN = [PANELS, VALUE_ROWS]  # what scratch memory's size depends on besides shapes
+SEEN = PANELS, VALUE_ROWS  # what scratch memory's size depends on besides shapes
 
 
 def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
@@ -228,8 +228,7 @@ class FloatPlan:
         None if it needs more scratch memory: more keys are seen.
         """
         plan: FloatPlan = with_options(self, fields)
-        fits = (plan.numbers[SEEN] <= self.numbers[SEEN]).all()
-        return plan if fits else None
+        return plan if all(plan.numbers[n] <= self.numbers[n] for n in SEEN) else None
 
     def operands(
         self, query: np.ndarray, key: np.ndarray, value: np.ndarray

@@ -61,7 +61,7 @@ def _schema(tensors: str, options: dict[str, str], results: int) -> str:
     return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * results)})"
 
 
-def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | np.ndarray | None:
     """(B,) keys of each batch entry, where a mask is one row for all heads and queries that hides
     nothing but the last keys.
     """
@@ -77,11 +77,11 @@ def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
         size > 1 and step for size, step in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)
     ):
         return None
-    row = mask[:, 0, 0]
-    if row.is_cpu:
-        seen = row.numpy()
+    if mask.is_cpu:
+        seen = mask.numpy()[:, 0, 0]
         falling = (seen[:, 1:] <= seen[:, :-1]).all()
-        return torch.from_numpy(np.count_nonzero(seen, 1)) if falling else None
+        return seen.sum(1) if falling else None
+    row = mask[:, 0, 0]
     lengths = row.sum(-1)
     falling = torch.equal(row, torch.arange(keys, device=row.device) < lengths[:, None])
     return lengths.cpu() if falling else None
@@ -118,7 +118,7 @@ def _options(values: tuple, key: Tensor) -> tuple[Options, str]:
 
 def _padding(
     mask: Tensor | None, lengths: Tensor | None, alignment: str, key: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | np.ndarray | None]:
     """A mask and key lengths, the latter instead of a mask of nothing but padding."""
     if mask is None or lengths is not None or alignment != "upper_left":
         return mask, lengths  # with another alignment the diagonal would move with the lengths

@@ -68,8 +68,9 @@ def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
         raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: integers")
     if array.shape != (batch,):
         raise ArgumentError(f"{name}: got shape {array.shape}; allowed: (B,) = ({batch},)")
-    if batch and not (array.min() >= 0 and array.max() <= most):
-        raise ArgumentError(f"{name}: got {array.tolist()}; allowed: 0 to {most}")
+    counts = array.tolist()
+    if batch and not (min(counts) >= 0 and max(counts) <= most):
+        raise ArgumentError(f"{name}: got {counts}; allowed: 0 to {most}")
     return array.astype(np.int64)
 
 
