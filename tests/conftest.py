@@ -58,8 +58,19 @@ LONGEST = (
 
 
 # Of the slow tests here a run of the slow ones alone (`make test-slow`) has a third, by the date: each compiles kernels of
-# its own, for cards or for a chapter.
-THIRDS = ("tests/cuda/", "tests/test_notebooks.py::test_a_notebook_runs")
+# its own, for a card, another instruction set, a chapter or a page.
+THIRDS = (
+    "tests/cuda/",
+    "tests/aarch64/",
+    "tests/cpu/test_decode_bits.py",
+    "tests/cpu/test_decode_int4.py",
+    "tests/cpu/test_decode_options.py",
+    "tests/cpu/test_decode_rotated.py",
+    "tests/cpu/test_study_",
+    "tests/test_docs.py",
+    "tests/test_export.py",
+    "tests/test_notebooks.py::test_a_notebook_runs",
+)
 
 
 def pytest_collection_modifyitems(config, items):

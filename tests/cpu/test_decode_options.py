@@ -207,7 +207,7 @@ def test_a_softcap_of_zero_of_any_kind_is_none():
     rng = np.random.default_rng(14)
     cache = KVCache(1, 2, 32, 50)
     cache.append(*(rng.standard_normal((1, 2, 50, 32), np.float32) for _ in "kv"))
-    q = rng.standard_normal((1, 4, 1, 32), np.float32)
+    q = rng.standard_normal((1, 4, 4, 32), np.float32)
     plain, lse = cache.decode(q, return_lse=True)
     for options in ({"softcap": 0.5}, {"alibi_slopes": np.ones(4)}):
         for zero in (np.float32(0), np.float64(0), np.int64(0)):
@@ -222,6 +222,6 @@ def test_a_scale_beyond_float32_of_either_sign():
     key[0, 0, 0, ::2] = -1
     cache = KVCache(1, 1, 32, 8, "int8", rotate=False)
     cache.append(key, np.float32([1, 2]).reshape(1, 1, 2, 1).repeat(32, 3))
-    query = np.full((1, 1, 1, 32), 1e38, np.float32)
+    query = np.full((1, 2, 1, 32), 1e38, np.float32)
     for scale, wanted in ((-1e20, 1), (1e20, 2)):  # scores 0 and -+3e59
         np.testing.assert_allclose(cache.decode(query, scale=scale), wanted, rtol=1e-2)

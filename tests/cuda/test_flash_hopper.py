@@ -62,13 +62,11 @@ def test_a_band_with_two_edges(overlap):
     ("shape", "tile"),
     [
         ({"b": 1, "h": 1, "l": 130, "s": 520, "d": 128}, (128, 176)),  # three of keys
-        pytest.param(
-            *({"b": 1, "h": 2, "hkv": 1, "l": 180, "s": 200, "d": 64}, (192, 128)),  # two of rows
-            marks=pytest.mark.slow,
-        ),
+        ({"b": 1, "h": 2, "hkv": 1, "l": 180, "s": 200, "d": 64}, (192, 128)),  # two of rows
     ],
 )
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_tiles_of_other_sizes(shape, tile, seed):
     """11 steps of 16 keys; three warpgroups that take turns. The last tiles are not full."""
     q, k, v = (x.astype(np.float16) for x in oracles.qkv(**shape, seed=seed))

@@ -91,6 +91,7 @@ def test_parts_of_the_keys_need_not_have_equal_bits(dtype, monkeypatch):
     assert row["passed"] and there["passed"] and 0 < there["difference"] < 1e-2
 
 
+@pytest.mark.slow
 def test_a_forward_check_passes_and_fails(monkeypatch):
     """Right results, then a race, and an LSE that is off."""
     case = ("one", (1, 2, 1, 300, 150, 64), "float16", {"is_causal": True})
