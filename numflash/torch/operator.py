@@ -316,12 +316,15 @@ def without_operator(
     if runner is None or _is_seen(query):
         return None
     tensors = [x for n in TENSORS if (x := options[n]) is not None]
-    if not device_tensors.loses_grad(query, key, value, *tensors):
-        runner, sinks = _with_tensors(runner, query, key, options)
-        return None if runner is None else _run(runner, query, key, value, with_lse, sinks)
-    if tensors or options[PRECISION] == "int8":  # kept by the operator's node; without gradients
+    watched = device_tensors.loses_grad(query, key, value, *tensors)
+    if watched and (options[PRECISION] == "int8" or device_tensors.loses_grad(*tensors)):
+        return None  # the operator's node has gradients of options, and refuses those of int8
+    runner, sinks = _with_tensors(runner, query, key, options)
+    if runner is None:
         return None
-    out, lse = _Known.apply(runner, query, key, value, options)
+    if not watched:
+        return _run(runner, query, key, value, with_lse, sinks)
+    out, lse = _Known.apply((runner, sinks), query, key, value, options)
     return out, lse
 
 
@@ -567,19 +570,24 @@ class _Attention(torch.autograd.Function):
 
 
 class _Known(torch.autograd.Function):
-    """The same for a call that was made before, and its runner.
+    """The same for a call that was made before: what computes it, and its sinks.
 
-    The options, none of which is a tensor, are one argument: autograd's node takes time for each.
+    The options are one argument, because autograd's node takes time for each: none of their tensors
+    requires grad.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, runner: Any, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+        ctx: Any, call: tuple[Any, Any], query: Tensor, key: Tensor, value: Tensor, options: tuple
     ) -> tuple[Tensor, Tensor | None]:
-        out, lse = _run(runner, query, key, value, True)
+        runner, sinks = call
+        out, lse = _run(runner, query, key, value, True, sinks)
         ctx.set_materialize_grads(False)
-        ctx.options = options
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.options = list(options)
+        ctx.places = [n for n in TENSORS if options[n] is not None]
+        ctx.save_for_backward(query, key, value, out, lse, *(options[n] for n in ctx.places))
+        for n in ctx.places:
+            ctx.options[n] = None
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -587,7 +595,11 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         if grad_out is None:  # nothing depends on the result
             return (None,) * 5
-        found = _differentiated(grad_out, *ctx.saved_tensors, *ctx.options, False, False)
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        options = list(ctx.options)
+        for n, x in zip(ctx.places, tensors, strict=True):
+            options[n] = x
+        found = _differentiated(grad_out, query, key, value, out, lse, *options, False, False)
         return None, *found[:3], None
 
 
