@@ -69,6 +69,22 @@ def make_options(o: dict, b: int, h: int, length: int, s: int) -> tuple[dict, di
     return given, dict(given)
 
 
+def with_other_arrays(given: dict, s: int) -> dict | None:
+    """Options with other numbers in their arrays, for a call that leaves a plan for the one that is
+    checked; None if there are no arrays.
+    """
+    arrays = {name: x for name, x in given.items() if isinstance(x, np.ndarray)}
+    if not arrays:
+        return None
+    others = {name: np.flip(x).copy() for name, x in arrays.items()}
+    if "key_lengths" in arrays:
+        longer = int(arrays["key_lengths"].sum()) % 3  # than the ones that are checked, or shorter
+        others["key_lengths"] = (
+            arrays["key_lengths"] // 2 if longer == 0 else np.full(len(arrays["key_lengths"]), s)
+        )
+    return {**given, **others}
+
+
 def four(shape: tuple[int, int, int, int], ndim: int, layout: str) -> tuple[int, ...]:
     """(B, H, L, D) as the caller's array has it."""
     b, h, n, d = shape
@@ -129,18 +145,12 @@ def attention(c: dict) -> None:
     precision = c["precision"] or OWN[c["dtype"]]
     given, o = make_options(c["options"], c["b"], c["h"], c["l"], c["s"])
     extra = {name: c[name] for name in ("precision", "pv") if c.get(name)}
+    extra |= {"enable_gqa": c["g"] != c["h"], "layout": c["layout"], "impl": c["impl"]}
     before = [x.copy() for x in (q, k, v)]
-    out, lse = numflash.attention(
-        q,
-        k,
-        v,
-        **given,
-        **extra,
-        enable_gqa=c["g"] != c["h"],
-        layout=c["layout"],
-        impl=c["impl"],
-        return_lse=True,
-    )
+    others = with_other_arrays(given, c["s"])
+    if others:
+        numflash.attention(q, k, v, **others, **extra, return_lse=True)
+    out, lse = numflash.attention(q, k, v, **given, **extra, return_lse=True)
     for x, old in zip((q, k, v), before, strict=True):
         if x.tobytes() != old.tobytes():
             raise AssertionError("an input was written to")
@@ -212,6 +222,9 @@ def quantised(c: dict) -> None:
         tensors[i] = spoil(tensors[i], how)
         if how != "size" or tensors[i].low.size:
             return refused_low(["query", "key", "value"][i], tensors, call)
+    others = with_other_arrays(given, c["s"])
+    if others:
+        numflash.attention_int8(*tensors, **call | others)
     out, lse = numflash.attention_int8(*tensors, **call)
     same_kind("out", out, (*shapes[0][:3], c["dv"]), "float32")
     same_kind("lse", lse, shapes[0][:3], "float32")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from . import oracle
 from .arrays import numbers
-from .checks import axis_of, expected, held, make_options
+from .checks import axis_of, expected, held, make_options, with_other_arrays
 from .compare import WrongError, close
 
 
@@ -30,6 +32,18 @@ def padding_as_lengths(o: dict, sizes: tuple[int, int]) -> dict:
     if not np.array_equal(mask[:, 0, 0], np.arange(sizes[1]) < lengths[:, None]):
         return o
     return {n: x for n, x in o.items() if n != "attn_mask"} | {"key_lengths": lengths}
+
+
+def leave_a_plan(run: Callable[[dict], tuple], call: dict, others: dict) -> None:
+    """`run` with other numbers in the options' tensors, of the dtypes that `call` has."""
+    import torch as t
+
+    tensors = {
+        name: t.from_numpy(x).to(call[name].dtype).requires_grad_(call[name].requires_grad)
+        for name, x in others.items()
+        if isinstance(x, np.ndarray)
+    }
+    run(call | tensors)
 
 
 def torch(c: dict) -> None:
@@ -60,18 +74,24 @@ def torch(c: dict) -> None:
     trained = {n: call[n] for n in ("attn_mask", "sinks") if n in call and c["grad"]}
     trained = {n: x.requires_grad_() for n, x in trained.items() if x.is_floating_point()}
     precision = {"precision": c["precision"]} if c["precision"] else {}
-    lse = None
-    with t.set_grad_enabled(c["grad"]):
-        if c["call"] == "sdpa":
-            out = numflash.torch.scaled_dot_product_attention(
-                q, k, v, **call, **precision, enable_gqa=c["g"] != c["h"]
-            )
-        else:
-            out, lse = numflash.torch.attention(
-                q, k, v, **call, **precision, enable_gqa=c["g"] != c["h"], return_lse=True
-            )
-        if c["grad"]:
-            out.backward(made["do"])
+
+    def run(call: dict) -> tuple:
+        lse = None
+        options = {**call, **precision, "enable_gqa": c["g"] != c["h"]}
+        with t.set_grad_enabled(c["grad"]):
+            if c["call"] == "sdpa":
+                out = numflash.torch.scaled_dot_product_attention(q, k, v, **options)
+            else:
+                out, lse = numflash.torch.attention(q, k, v, **options, return_lse=True)
+            if c["grad"]:
+                out.backward(made["do"])
+        return out, lse
+
+    others = with_other_arrays(given, c["s"])
+    if others:
+        leave_a_plan(run, call, others)
+        q.grad = k.grad = v.grad = None
+    out, lse = run(call)
     if out.dtype != kept or tuple(out.shape) != shapes["do"]:
         raise WrongError(f"out: got {out.dtype} {tuple(out.shape)}")
     arrays = {n: made[n].detach().float().numpy() for n in shapes}

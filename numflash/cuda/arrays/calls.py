@@ -63,11 +63,13 @@ def attention(
     return _delivered(out, lse, len(query.shape), options)
 
 
-def _again(plan: Plan, query: Any, options: Options) -> Callable[[Any, Any, Any], Any]:
-    """What computes a call on PyTorch's tensors that is equal to one before."""
+def _again(plan: Plan, query: Any, options: Options) -> Callable[..., Any]:
+    """What computes a call on PyTorch's tensors that is equal to one before, as `dispatch.plans.Plan`
+    does.
+    """
     call, ndim = Again(plan, query, 2), len(query.shape)
 
-    def attend(query: Any, key: Any, value: Any) -> Any:
+    def attend(query: Any, key: Any, value: Any, no_arrays: tuple = ()) -> Any:
         out, lse = call(query, key, value, None, None)
         return _delivered(out, lse, ndim, options)
 
