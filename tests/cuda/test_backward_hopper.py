@@ -42,11 +42,12 @@ def test_ring_of_tiles(d, seed):
 @pytest.mark.parametrize(
     ("l", "s", "options"),
     [
-        (150, 150, {"is_causal": True}),
-        (70, 290, {"is_causal": True, "alignment": "lower_right"}),
+        pytest.param(150, 150, {"is_causal": True}, marks=slow),
+        pytest.param(70, 290, {"is_causal": True, "alignment": "lower_right"}, marks=slow),
         (290, 50, {"is_causal": True, "alignment": "lower_right"}),  # rows that see nothing
-        (150, 300, {"window": (40, 3)}),
-        (300, 330, {"window": (170, 150)}),  # tiles that all rows see between two edges
+        pytest.param(150, 300, {"window": (40, 3)}, marks=slow),
+        # tiles that all rows see between two edges
+        pytest.param(300, 330, {"window": (170, 150)}, marks=slow),
         (70, 150, {"window": (None, 9), "key_lengths": np.array([150, 0])}),
     ],
 )

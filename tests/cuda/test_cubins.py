@@ -197,6 +197,7 @@ def test_a_toolkit_without_the_wheel_of_nvvm(monkeypatch, tmp_path):
         compiler.tool_versions.cache_clear()
 
 
+@pytest.mark.slow
 def test_what_a_validation_needs():
     """Each kernel once, decode's too; a quick run needs fewer."""
     quick = kernels.needed("sm_90a", quick=True)

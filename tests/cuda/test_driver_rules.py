@@ -90,7 +90,7 @@ print(len(constants._copies), sum(len(x) for x in constants._free.values()) + le
 """
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("capability", ["80", pytest.param("90", marks=pytest.mark.slow)])
 def test_copies_come_before_the_launches_that_read_them(driver, capability):  # noqa: F811
     """On streams that do not wait for each other; slots are used again once nothing reads them: 256
     plans hold lengths and slopes of their own, 256 others may wait to be asked for again.

@@ -129,6 +129,7 @@ def test_grouped_heads_are_summed_in_the_pass_of_the_keys():
     assert reports[1].blocks == 2 * 2 and reports[2].blocks == 4 * 2
 
 
+@pytest.mark.slow
 def test_key_lengths():
     q, k, v, do = case(b=3, h=2)
     options = {"key_lengths": np.array([13, 0, 50])}

@@ -205,6 +205,7 @@ def test_bfloat16():
     check({"b": 1, "h": 1, "l": 70, "s": 70, "d": 64}, "bfloat16")
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     l=st.integers(1, 80),

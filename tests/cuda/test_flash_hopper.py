@@ -43,7 +43,7 @@ def test_head_sizes():
     "options",
     [
         pytest.param({"is_causal": True, "alignment": "lower_right"}, marks=pytest.mark.slow),
-        {"window": (100, 3)},
+        pytest.param({"window": (100, 3)}, marks=pytest.mark.slow),
         {"window": (None, 3), "key_lengths": np.array([150, 0])},
     ],
 )

@@ -185,7 +185,7 @@ def test_rows_that_are_compared_after_a_timing(causal):
     assert "seconds" not in row and "its result is wrong" in row["error"]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_cache_of_nan_fails(dtype, monkeypatch):
     """The host computes rows again that are not finite, and so would hide such a kernel."""
     case = next(x for x in decode_cases.CASES if x[0] == f"{dtype} 17 tokens, D=64")
