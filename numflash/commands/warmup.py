@@ -45,7 +45,8 @@ MASKS = {
     "additive mask": np.zeros((3, 3), np.float32),
 }
 
-HEAD_DIMS = 8, 64  # rows that end within a vector, which go the general way in INT8, and whole ones
+# rows and head sizes: rows that end within a vector, which go the general way in INT8; whole ones; a new token
+SIZES = (3, 8), (3, 64), (1, 64)
 GROUPS = range(1, 9)  # query heads of a KV head; of more than 8 a kernel takes up to 8 at a time
 OPTIONS = "options"  # the word of kernels with a soft cap, ALiBi or functions
 COMMON = "int8", "float32"  # storage of KV caches that is compiled where no words ask for others
@@ -61,10 +62,11 @@ class Job(NamedTuple):
 
 
 def forward(impl: str, options: dict[str, Any], mask: np.ndarray | None) -> None:
-    """One call for each kind of head size."""
-    for head_dim in HEAD_DIMS:
-        x = np.ones((1, 1, 3, head_dim), np.float32)
-        attention(x, x, x, mask, impl=impl, **options)
+    """One call for each kind of size; a mask's numbers are all the same."""
+    for length, head_dim in SIZES:
+        x = np.ones((1, 1, length, head_dim), np.float32)
+        given = None if mask is None else np.resize(mask, (length, length))
+        attention(x, x, x, given, impl=impl, **options)
 
 
 def decode(dtype: str, group: int, batch: int, softcap: float = 0.0) -> None:

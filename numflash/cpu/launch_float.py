@@ -17,9 +17,10 @@ from ..jit.memory import fresh
 from ..jit.scratch import Layout, scratch
 from ..jit.threads import threads_stay
 from ..numerics.fixedpoint import LOG2E
-from ..tiling import chosen_float, workers
+from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
 from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, Numbers, addresses, make_call
+from .floats.few_rows import make_few_call
 from .floats.flash_rows import Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS, on_lines
@@ -33,6 +34,13 @@ NONE_OF: dict[type, Array] = {dtype: np.zeros((0, 0, 0, 0), dtype) for dtype in 
 NO_SHIFT, NO_SLOPES = np.zeros((0, 0, 0), F), np.zeros((0, 0), F)
 # contiguous float32 arrays of the caller to be written, or None
 Results = tuple[np.ndarray, np.ndarray] | None
+# instruction sets, and whose vectors compute few rows of their operands
+FEW_ROWS_BY = {
+    "avx2": "avx2",
+    "avx512": "avx512",
+    "avx512_bf16": "avx512",
+    "amx_bf16": "avx512",
+}
 PANELS, VALUE_ROWS, WORKERS, STOPS = (
     Numbers._fields.index(name) for name in ("panels", "value_rows", "workers", "stops")
 )
@@ -151,6 +159,15 @@ def with_options(plan: Any, fields: dict[str, Any]) -> Any:
     return copy
 
 
+def parts_of(problem: Problem, isa: str) -> int:
+    """How many parts of the keys the kernel of few rows takes; 0 where the register tiles compute it."""
+    nb, _, nkv, length, s, d, dv = problem.shape
+    lanes = FLOAT_ISAS[isa].lanes
+    if isa not in FEW_ROWS_BY or d % lanes or dv % lanes:
+        return 0
+    return few_parts(length, nb * nkv, s)
+
+
 class FloatPlan:
     """What equal calls have in common, decided once.
 
@@ -177,33 +194,42 @@ class FloatPlan:
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
         self.problem = without_numbers(problem)
-        self.kind = operand_kind(isa)
+        self.isa, self.kind = isa, operand_kind(isa)
         isa, changed, block_q = chosen_float(isa, self.kind)
         tiles = self.tiles = FLOAT_ISAS[isa]
-        self.step, self.operand = tiles.step, np.dtype(np.uint16 if self.kind == "bfloat16" else F)
+        self.operand = np.dtype(np.uint16 if self.kind == "bfloat16" else F)
         n, n_kv = nb * nh, nb * nkv
+        parts = self.parts = parts_of(problem, self.isa)
+        self.step = 1 if parts else tiles.step
         words = padded(d, tiles.step) * self.operand.itemsize // 4
         panels, value_rows = self._packed(int(seen_keys(problem).max(initial=0)))
         columns = padded(dv, tiles.lanes)
         in_place = self.kind == "float32" and columns == dv
-        self.on_lines = in_place and length * nh // nkv >= MANY_ROWS
-        self.takes = None if self.on_lines or d % tiles.step else self.kind
+        packed = 0 if parts else n_kv
+        self.on_lines = in_place and not parts and length * nh // nkv >= MANY_ROWS
+        self.takes = None if self.on_lines or d % self.step else self.kind
         self.layout = Layout()
         places = (  # in the order of `Numbers`
-            self.layout.add("packed keys", n_kv * panels * tiles.panel * words * 4),
-            self.layout.add("magnitudes of keys", n_kv * panels * 4),
-            self.layout.add("limits", n_kv * 4),
-            self.layout.add("packed values", 0 if in_place else n_kv * value_rows * columns * 4),
+            self.layout.add("packed keys", packed * panels * tiles.panel * words * 4),
+            self.layout.add("magnitudes of keys", packed * panels * 4),
+            self.layout.add("limits", packed * 4),
+            self.layout.add("packed values", 0 if in_place else packed * value_rows * columns * 4),
             self.layout.add("rows to do again", n * length),
             self.layout.add("counters", 2 * 8),
+            self.layout.add("states of parts", n * length * parts * (dv + 2) * 4),
+            self.layout.add("scores that are not finite", n * length * parts),
             self.layout.add("lse", n * length * 4),
         )
-        sizes = (*self.shape, words, panels, columns, value_rows, 1, block_q)
+        sizes = (*self.shape, words, panels, columns, value_rows, 1, block_q, parts)
         no_options = (0,) * (1 + OPTION_NUMBERS)
         self.numbers = np.array((*sizes, *places, *no_options), np.int64)  # as `Numbers`
         self._set_options()
         self.factors = np.array((problem.scale * LOG2E, self.options.softcap), np.float64)
-        self.call = make_call(isa, self.kind, in_place, *changed)
+        self.call = (
+            make_few_call(FEW_ROWS_BY[self.isa], self.kind)
+            if parts
+            else make_call(isa, self.kind, in_place, *changed)
+        )
 
     def _packed(self, seen: int) -> tuple[int, int]:
         """Panels of packed keys and rows of packed values, of each head."""
@@ -228,7 +254,8 @@ class FloatPlan:
         None if it needs more scratch memory: more keys are seen.
         """
         plan: FloatPlan = with_options(self, fields)
-        return plan if all(plan.numbers[n] <= self.numbers[n] for n in SEEN) else None
+        fits = self.parts or all(plan.numbers[n] <= self.numbers[n] for n in SEEN)
+        return plan if fits else None
 
     def operands(
         self, query: np.ndarray, key: np.ndarray, value: np.ndarray

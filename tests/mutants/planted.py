@@ -58,6 +58,7 @@ STREAM_PIECES = "cpu/int8/amx_stream_pieces.py"
 QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py"
 QUANTISE_VALUES = "cpu/int8/quantize_values.py"
 LAUNCH_FLOAT = "cpu/launch_float.py"
+FEW_ROWS, FEW_ROWS_TESTS = "cpu/floats/few_rows.py", "tests/cpu/test_few_rows.py"
 
 MUTANTS = [
     # ---- the INT8 kernel
@@ -381,6 +382,22 @@ MUTANTS = [
         "np.where((x == top) & (top == np.inf), 1, np.exp(x - shift))",
         "np.exp(x - shift)",
         OVERFLOW,
+    ),
+    # ---- few rows
+    Mutant(FEW_ROWS, "spoiled[r] = np.uint8(1)", "pass", FEW_ROWS_TESTS),
+    Mutant(FEW_ROWS, "return HIDDEN, redo or uncertain", "return HIDDEN, redo", FEW_ROWS_TESTS),
+    Mutant(
+        FEW_ROWS, "left + (part + 1) * share)", "left + (part + 1) * share - 1)", FEW_ROWS_TESTS
+    ),
+    Mutant(
+        FEW_ROWS, "for j in range(at, at + min(left, count)):", "for j in range(0):", FEW_ROWS_TESTS
+    ),
+    Mutant(FEW_ROWS, "l[t] = l[t] * shrink", "pass", FEW_ROWS_TESTS),
+    Mutant(
+        FEW_ROWS,
+        "out[t] += few.out[n, part, r, t] * factor",
+        "out[t] += few.out[n, part, r, t]",
+        FEW_ROWS_TESTS,
     ),
     # ---- arguments
     Mutant(

@@ -45,12 +45,15 @@ class Numbers(NamedTuple):
     value_rows: int  # of packed V, per head
     workers: int  # at most
     block_q: int  # at most
+    parts: int  # of the keys where rows are few (`few_rows`), 0 where keys are packed
     packed_keys: int  # from here on bytes from the start of scratch memory
     magnitudes: int
     limits: int
     packed_values: int
     redo: int
     counter: int
+    states: int  # of the parts of few rows
+    spoiled: int
     lse: int  # where the caller needs none
     stops: int  # an address
 
