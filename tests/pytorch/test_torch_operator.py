@@ -32,6 +32,7 @@ def test_trailing_padding_becomes_key_lengths(monkeypatch):
     monkeypatch.setattr(
         launch, "run", lambda problem, **options: seen.append(problem) or run(problem, **options)
     )
+    monkeypatch.setattr(plans.runners, "get", lambda call: None)  # equal calls go past `run`
     lengths = torch.tensor([7, 4])
     mask = (torch.arange(7) < lengths[:, None])[:, None, None].expand(2, 4, 5, 7)
     holes = mask.clone()
