@@ -244,7 +244,8 @@ class FloatPlan:
         seen = max(self.stops.tolist(), default=0)
         numbers = self.numbers
         numbers[PANELS], numbers[VALUE_ROWS] = self._packed(seen)
-        numbers[WORKERS] = workers(self.kind, nb * nh * length * seen * (d + dv))
+        kind = "few rows" if self.parts else self.kind
+        numbers[WORKERS] = workers(kind, nb * nh * length * seen * (d + dv))
         numbers[STOPS] = address(self.stops)
         numbers[NUMBERS:] = option_numbers(self.options)
 

@@ -93,7 +93,7 @@ def tiling(isa: str, dtype: str = "int8", **changes: Any) -> Tiling:
 # Multiplications from which on a thread of its own pays: 0.05 to 0.1 ms. A thread that waits for
 # work starts in 0.007 ms (GNU OpenMP, Zen 5). After 20 ms without a call it sleeps and starts in 0.05
 # ms: the smallest problems then take as long on two threads as on one.
-THREAD_WORK = {"float32": 4 << 20, "bfloat16": 8 << 20, "int8": 8 << 20}
+THREAD_WORK = {"float32": 4 << 20, "bfloat16": 8 << 20, "int8": 8 << 20, "few rows": 1 << 20}
 
 
 def workers(kind: str, multiplications: int) -> int:
