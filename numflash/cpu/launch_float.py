@@ -34,7 +34,7 @@ NONE_OF: dict[type, Array] = {dtype: np.zeros((0, 0, 0, 0), dtype) for dtype in 
 NO_SHIFT, NO_SLOPES = np.zeros((0, 0, 0), F), np.zeros((0, 0), F)
 # contiguous float32 arrays of the caller to be written, or None
 Results = tuple[np.ndarray, np.ndarray] | None
-# instruction sets, and whose vectors compute few rows of their operands
+# instruction sets with a kernel of few rows, and the vectors that it uses: bfloat16 is widened to float32
 FEW_ROWS_BY = {
     "avx2": "avx2",
     "avx512": "avx512",

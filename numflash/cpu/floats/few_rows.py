@@ -21,9 +21,7 @@ from numba.extending import intrinsic
 from ...jit.compiler import inline, kernel
 from ...jit.memory import array_at, uncleared, unpacked, zeros
 from ...jit.parallel import limit_threads, over_tasks, use_threads
-from ...numerics.fixedpoint import LN2, LOG2E
-from ..isa.operands import Rows
-from ..isa.score_calls import Corner, Function, batch_of, call_tile
+from ...numerics.fixedpoint import LN2
 from ..isa.vectors import (
     F32,
     I16,
@@ -41,7 +39,7 @@ from ..isa.vectors import (
 from ..semantics import OPTION_NUMBERS, OptionNumbers, Semantics, seen_range, semantics_at
 from . import float_rows
 from .call import FACTORS, NUMBERS, Factors, Numbers
-from .flash_rows import row_functions
+from .flash_rows import option_changes, row_functions
 from .float_isas import FLOAT_ISAS
 
 KEYS = 64  # of a block: their rows stay in L1 for all rows of queries
@@ -186,7 +184,8 @@ def make_work(name: str, kind: str):
     weights = float_rows.row_exp(name)
     total_of = float_rows.row_total(name)
     times = float_rows.row_times(name)
-    _, soften, change, nothing_seen = row_functions(False)
+    _, _, _, nothing_seen = row_functions(False)
+    apply_options = option_changes(False)
 
     @inline
     def block_scores(few, n, first, count, x):
@@ -205,15 +204,7 @@ def make_work(name: str, kind: str):
         semantics, p = few.semantics, x[at : at + count]
         if semantics.general and nothing_seen(semantics, b, h, i, first, first + count):
             return False
-        functions = semantics.functions
-        if functions.masked != 0:
-            function = Function(functions.masked, functions.masked_frame)
-            corner = Corner(batch_of(functions, b), h, i, first)
-            call_tile(function, Rows(p, 0, 0), 1, count, corner, F(LN2), F(LOG2E))
-        if semantics.softcap > F(0):
-            soften(semantics, p)
-        if semantics.general:
-            change(semantics, b, h, i, first, p)
+        apply_options(semantics, b, h, i, first, p)
         return True
 
     @inline

@@ -115,10 +115,34 @@ def row_functions(double: bool):
 
 
 @functools.cache
+def option_changes(double: bool):
+    """f(semantics, b, h, i, first, s): what the options make of a row's scores, in units of log2, from
+    key `first` on.
+    """
+    R = np.float64 if double else np.float32
+    _, soften, change, _ = row_functions(double)
+
+    @inline
+    def apply_options(semantics, b, h, i, first, s):
+        functions = semantics.functions
+        if functions.masked != 0:
+            function = Function(functions.masked, functions.masked_frame)
+            corner = Corner(batch_of(functions, b), h, i, first)
+            call_tile(function, Rows(s, 0, 0), 1, s.size, corner, R(LN2), R(LOG2E))
+        if semantics.softcap > F(0):
+            soften(semantics, s)
+        if semantics.general:
+            change(semantics, b, h, i, first, s)
+
+    return apply_options
+
+
+@functools.cache
 def make_attend_rows(double: bool):
     """attend_rows(given, counter, out, lse): the kernel in float64 or float32."""
     R = np.float64 if double else np.float32
-    dot, soften, change, nothing_seen = row_functions(double)
+    dot, _, _, nothing_seen = row_functions(double)
+    apply_options = option_changes(double)
 
     @inline
     def score(given, row, first, p):
@@ -128,15 +152,7 @@ def make_attend_rows(double: bool):
             return False
         for j in range(p.size):
             p[j] = dot(row.query, row.keys[first + j]) * R(given.scale)
-        functions = semantics.functions
-        if functions.masked != 0:
-            function = Function(functions.masked, functions.masked_frame)
-            corner = Corner(batch_of(functions, b), h, i, first)
-            call_tile(function, Rows(p, 0, 0), 1, p.size, corner, R(LN2), R(LOG2E))
-        if semantics.softcap > F(0):
-            soften(semantics, p)
-        if semantics.general:
-            change(semantics, b, h, i, first, p)
+        apply_options(semantics, b, h, i, first, p)
         return True
 
     @inline
