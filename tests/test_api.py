@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from oracles import TAILS, draw, naive, qkv
 from test_reference import OPTIONS
 
-import numflash
+import numflash.cpu
+import numflash.cuda
 from numflash import validation
-from numflash.dispatch import backends
 from numflash.errors import UnsupportedError
 from numflash.measure.data import minilm
 from numflash.measure.metrics import errors
@@ -296,38 +297,42 @@ def test_160_thousand_keys(precision, limit):
 CHOICES = {
     "cpu": ("cpu", {}),
     "portable": ("cpu", {"isa": "portable"}),
-    "cuda": ("cuda", {}),
+    "cuda": ("cuda", {"emulator": None}),
     "cuda-emulator": ("cuda", {"emulator": "sm_80"}),
 }
 
 
 @pytest.mark.parametrize("impl", CHOICES)
-@pytest.mark.parametrize("error", [UnsupportedError, ImportError])
-def test_an_explicit_choice_never_falls_back(impl, error, monkeypatch):
+def test_an_explicit_choice_never_falls_back(impl, monkeypatch):
     """The only backend that is asked is the one that is named, and what it cannot do is an error."""
     asked = []
 
-    class Backend:
-        @staticmethod
+    def refuse(device):
         def run(problem, results=None, **options):
-            asked.append(options)
+            asked.append((device, options))
             raise UnsupportedError("cannot run here")
 
-    def launch(device):
-        asked.append(device)
-        if error is ImportError:
-            raise ImportError("cannot run here")
-        return Backend
+        return run
 
-    monkeypatch.setattr(backends, "_launch", launch)
+    for package in (numflash.cpu, numflash.cuda):
+        device = package.__name__.removeprefix("numflash.")
+        launcher = SimpleNamespace(run=refuse(device))
+        monkeypatch.setattr(package, "launch", launcher, raising=False)
     with pytest.raises(UnsupportedError, match="cannot run here"):
         numflash.attention(*qkv(), impl=impl)
-    device, options = CHOICES[impl]
-    assert asked == ([device] if error is ImportError else [device, options])
+    assert asked == [CHOICES[impl]]
+
+
+def test_a_backend_that_cannot_be_loaded(monkeypatch):
+    monkeypatch.delattr(numflash.cuda, "launch", raising=False)
+    monkeypatch.setitem(sys.modules, "numflash.cuda.launch", None)
+    with pytest.raises(UnsupportedError, match="impl: got 'cuda', which cannot be loaded here"):
+        numflash.attention(*qkv(), impl="cuda")
 
 
 def test_the_reference_never_falls_back(monkeypatch):
-    monkeypatch.setattr(backends, "_launch", lambda device: pytest.fail("a backend was asked"))
+    for package in (numflash.cpu, numflash.cuda):
+        monkeypatch.setattr(package, "launch", None, raising=False)
     numflash.attention(*qkv(), impl="reference")
 
 

@@ -22,7 +22,7 @@ from numflash.cpu.int8 import quantize_rows
 from numflash.errors import NumflashError
 from numflash.jit import target
 from numflash.tiling import TILINGS
-from numflash.tiling.choice import legal
+from numflash.tiling.rules import legal
 
 
 def run(*argv, status=0):

@@ -7,7 +7,7 @@ import numflash
 from numflash import tiling
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.jit import system, target
-from numflash.tiling import CACHES, TILINGS, Caches, choice
+from numflash.tiling import CACHES, TILINGS, Caches, tuned
 from numflash.tiling.store import _stores, forget_plans
 
 
@@ -319,11 +319,11 @@ def test_a_saved_tiling_is_that_of_the_next_equal_call(tmp_path, monkeypatch):
     try:
         numflash.attention(x, x, x, precision="int8")
         assert any(store.plans for store in _stores)
-        choice.save(dataclasses.replace(TILINGS[f"{isa}-int8"], block_q=96))
+        tuned.save(dataclasses.replace(TILINGS[f"{isa}-int8"], block_q=96))
         assert not any(store.plans for store in _stores) and tiling.in_use(isa).block_q == 96
     finally:
         monkeypatch.delenv("NUMFLASH_TILINGS")
-        choice.saved.cache_clear()
+        tuned.saved.cache_clear()
         forget_plans()
 
 

@@ -12,22 +12,22 @@ from numflash.commands.cli import main
 from numflash.cpu import launch
 from numflash.errors import ArgumentError
 from numflash.jit.target import FLOAT_ISAS, cpu_name, require
-from numflash.tiling import choice
+from numflash.tiling import rules, tuned
 
 
 @pytest.fixture
 def file(monkeypatch, tmp_path):
     file = tmp_path / "folder" / "tilings.json"
     monkeypatch.setenv("NUMFLASH_TILINGS", str(file))
-    choice.saved.cache_clear()
+    tuned.saved.cache_clear()
     yield file
-    choice.saved.cache_clear()
+    tuned.saved.cache_clear()
 
 
 def test_only_legal_tilings_are_tried():
     found = tune.candidates("avx512_vnni")
     assert {(t.mr, t.nv) for t in found} >= {(6, 4), (12, 2), (8, 2)}
-    assert all(choice.legal(t) for t in found) and (12, 4) not in {(t.mr, t.nv) for t in found}
+    assert all(rules.legal(t) for t in found) and (12, 4) not in {(t.mr, t.nv) for t in found}
     assert {(t.mr, t.nv) for t in tune.candidates("amx_int8")} == {(32, 4)}
     caches = tiling.CACHES["a64fx"]
     sve = min(tune.candidates("sve"), key=lambda t: tune.modelled(t, 128, caches))
@@ -48,33 +48,33 @@ def test_legal_tilings_of_floats_are_tried(isa, dtype, tiles):
     found = tune.candidates(isa, dtype)
     assert {(t.mr, t.nv) for t in found} >= tiles and len({tune.sizes(t) for t in found}) > 20
     assert {t.key_block > 128 for t in found} == {False, True}
-    assert all(choice.legal(t).dtype == dtype for t in found)
+    assert all(rules.legal(t).dtype == dtype for t in found)
     assert (12, 4) not in {(t.mr, t.nv) for t in found}
     if isa == "amx_bf16":
         assert {(t.mr, t.nv) for t in found} == tiles
 
 
 def test_what_is_kept_of_a_float_kernel_is_what_calls_take(file):
-    t = choice.changed(tiling.TILINGS["avx512-float32"], {"mr": 8, "nv": 3})
+    t = rules.changed(tiling.TILINGS["avx512-float32"], {"mr": 8, "nv": 3})
     assert (t.block_q, t.key_block) == (192, 240), "whole tiles, as near as they come"
-    choice.save(t)
+    tuned.save(t)
     kept = {"mr": 8, "nv": 3, "key_block": 240}
     assert json.loads(file.read_text()) == {cpu_name(): {"avx512-float32": kept}}
     assert tiling.chosen_float("avx512", "float32") == ("avx512:8x3", (240,), 192)
     with tiling.using("avx512", "float32", block_q=96):
         assert tiling.chosen_float("avx512", "float32") == ("avx512", (), 96)
-    choice.save(tiling.TILINGS["avx512-float32"])
+    tuned.save(tiling.TILINGS["avx512-float32"])
     assert tiling.chosen_float("avx512", "float32") == ("avx512", (), 192)
 
 
 def test_what_is_kept_is_what_calls_take(file):
-    t = choice.changed(tiling.TILINGS["avx2-int8"], {"block_q": 48})
-    assert choice.save(t) == file
+    t = rules.changed(tiling.TILINGS["avx2-int8"], {"block_q": 48})
+    assert tuned.save(t) == file
     assert json.loads(file.read_text()) == {cpu_name(): {"avx2-int8": {"block_q": 48}}}
     assert tiling.in_use("avx2").block_q == 48 and tiling.chosen("avx2") == ("avx2", (48,))
     with tiling.using("avx2", block_q=12):
         assert tiling.in_use("avx2").block_q == 12
-    choice.save(tiling.TILINGS["avx2-int8"])
+    tuned.save(tiling.TILINGS["avx2-int8"])
     assert tiling.chosen("avx2") == ("avx2", ()) and not json.loads(file.read_text())[cpu_name()]
 
 
@@ -103,11 +103,11 @@ def test_a_user_without_a_home_folder(monkeypatch):
     for name in ("NUMFLASH_TILINGS", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what Python's own one does then
-    choice.saved.cache_clear()
+    tuned.saved.cache_clear()
     assert tiling.in_use("avx2") is tiling.TILINGS["avx2-int8"]
     with pytest.raises(ArgumentError, match=r"cannot be written: .*; allowed: another NUMFLASH"):
-        choice.save(tiling.TILINGS["avx2-int8"])
-    choice.saved.cache_clear()
+        tuned.save(tiling.TILINGS["avx2-int8"])
+    tuned.saved.cache_clear()
 
 
 @pytest.mark.skipif(require(None) == "portable", reason="no register tiles here")

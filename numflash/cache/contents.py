@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, CacheFullError
+from ..errors import ArgumentError
 from ..interop.arrays import widen
 from ..numerics import fixedpoint as fx
 from ..numerics.code_pairs import from_pairs, to_pairs
 from ..numerics.quantization import QuantizedTensor
 from ..numerics.rotation import rotate
-from .damage import check_common, check_numbers, check_rotation
+from .damage import STATE_VERSION, check_numbers, checked_lengths
 from .memory import Memory
 from .settings import INTEGERS
 
@@ -29,7 +29,6 @@ BITS = {
     "float16": np.uint16,
     "bfloat16": np.uint16,
 }
-STATE_VERSION = 1
 
 
 def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -106,6 +105,8 @@ def state(memory: Memory) -> dict[str, np.ndarray]:
         "offset": memory.offset.copy(),
         "oldest": memory.oldest.copy(),
         "rotate": np.array(memory.settings.rotate),
+        "window": np.array(memory.settings.window or 0),
+        "sinks": np.array(memory.settings.sinks),
     }
     for b in range(memory.batch):
         for name, x in zip(("key", "value", "scale"), stored(memory, b), strict=True):
@@ -124,10 +125,8 @@ def restore(memory: Memory, given: dict[str, Any]) -> Memory:
         What was given is no state, or of a cache of another shape or dtype. Nothing counts as
         written then.
     """
-    check_common(memory.settings, memory.batch, given)
-    lengths = _lengths(memory, given)
+    lengths = checked_lengths(memory.settings, memory.batch, given)
     arrays = [_tokens(memory, given, b, int(lengths[b])) for b in range(memory.batch)]
-    check_rotation(memory.settings, given)
     for b, tokens in enumerate(arrays):
         check_numbers(memory.settings, b, *tokens)
     if memory.settings.paged:
@@ -149,29 +148,6 @@ def restore(memory: Memory, given: dict[str, Any]) -> Memory:
     memory.offset[...] = given["offset"]
     store = memory.layout.rebound(memory.store, memory.store.table, lengths.copy())
     return replace(memory, store=store, oldest=np.array(given["oldest"]))
-
-
-def _lengths(memory: Memory, given: dict[str, Any]) -> np.ndarray:
-    """The lengths of a state, after its version and its common arrays have been checked."""
-    missing = {"version", "lengths", "offset", "oldest"} - set(given)
-    if missing:
-        raise ArgumentError(
-            f"state: got no {sorted(missing)[0]!r}; allowed: what KVCache.state() returns"
-        )
-    if int(given["version"]) != STATE_VERSION:
-        raise ArgumentError(f"state: got version {given['version']}; allowed: {STATE_VERSION}")
-    lengths = np.asarray(given["lengths"])
-    offset = np.asarray(given["offset"])
-    if offset.shape != memory.offset.shape or offset.dtype != F:
-        raise ArgumentError(
-            f"state: got channel means of shape {offset.shape} and dtype {offset.dtype}; allowed: float32 of "
-            f"{memory.offset.shape}"
-        )
-    if memory.settings.window is None and lengths.max(initial=0) > memory.settings.max_length:
-        raise CacheFullError(
-            f"state: got {lengths.max()} tokens; allowed: {memory.settings.max_length} in all"
-        )
-    return lengths
 
 
 def _tokens(

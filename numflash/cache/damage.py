@@ -10,42 +10,69 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, CacheFullError
 from .settings import INTEGERS, Settings
 
-MOST_TOKENS = 1 << 62  # that a ring may have seen: more is damage, and would overflow soon
+STATE_VERSION = 1
+MOST_TOKENS = (
+    1 << 62
+)  # that a ring may have seen: a larger number is damage, and int64 would overflow
 EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 
 
-def check_common(settings: Settings, batch: int, given: Any) -> None:
-    """Raise unless what belongs to no single token is what `state` makes."""
+def checked_lengths(settings: Settings, batch: int, given: Any) -> np.ndarray:
+    """The lengths of a state, unless something is wrong with what belongs to no single token.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, CacheFullError
+    """
     if not isinstance(given, Mapping):
         raise ArgumentTypeError(
             f"state: got {type(given).__name__}; allowed: a mapping, as KVCache.state() returns it"
         )
-    version, oldest = (np.asarray(given.get(name)) for name in ("version", "oldest"))
-    if "version" in given and (version.shape != () or version.dtype.kind not in "iu"):
+    missing = [name for name in ("version", "lengths", "offset", "oldest") if name not in given]
+    if missing:
+        raise ArgumentError(f"state: got no {missing[0]!r}; allowed: what KVCache.state() returns")
+    version = np.asarray(given["version"])
+    if version.shape != () or version.dtype.kind not in "iu":
         raise ArgumentError(f"state: got version {given['version']!r}; allowed: one integer")
-    if "lengths" in given:
-        check_lengths(batch, np.asarray(given["lengths"]))
-    if "oldest" in given:
-        if oldest.shape != (batch,) or oldest.dtype != np.int64:
-            raise ArgumentError(
-                f"state: got {oldest.dtype} of shape {oldest.shape} for 'oldest'; allowed: int64 of "
-                f"shape ({batch},)"
-            )
-        if "lengths" in given and ((oldest < 0) | (oldest > np.asarray(given["lengths"]))).any():
-            raise ArgumentError(
-                f"state: got {oldest.tolist()} for 'oldest'; allowed: 0 to the lengths"
-            )
-    offset = np.asarray(given.get("offset", 0))
-    if offset.dtype == np.float32 and not np.isfinite(offset).all():
+    if int(version) != STATE_VERSION:
+        raise ArgumentError(f"state: got version {version}; allowed: {STATE_VERSION}")
+    _check_rotation(settings, given)
+    _check_ring(settings, given)
+    lengths, oldest, offset = (np.asarray(given[x]) for x in ("lengths", "oldest", "offset"))
+    _check_lengths(batch, lengths)
+    if oldest.shape != (batch,) or oldest.dtype != np.int64:
+        raise ArgumentError(
+            f"state: got {oldest.dtype} of shape {oldest.shape} for 'oldest'; allowed: int64 of "
+            f"shape ({batch},)"
+        )
+    if ((oldest < 0) | (oldest > lengths)).any():
+        raise ArgumentError(f"state: got {oldest.tolist()} for 'oldest'; allowed: 0 to the lengths")
+    _check_means(settings, batch, offset)
+    if settings.window is None and lengths.max(initial=0) > settings.max_length:
+        raise CacheFullError(
+            f"state: got {lengths.max()} tokens; allowed: {settings.max_length} in all"
+        )
+    return lengths
+
+
+def _check_means(settings: Settings, batch: int, offset: np.ndarray) -> None:
+    """Raise unless these are the means of K's channels."""
+    shape = batch, settings.kv_heads, settings.head_dim
+    if offset.shape != shape or offset.dtype != np.float32:
+        raise ArgumentError(
+            f"state: got channel means of shape {offset.shape} and dtype {offset.dtype}; allowed: float32 of "
+            f"{shape}"
+        )
+    if not np.isfinite(offset).all():
         raise ArgumentError("state: got channel means that are not finite; allowed: finite numbers")
-    if offset.dtype == np.float32 and offset.any() and not settings.smooth:
+    if offset.any() and not settings.smooth:
         raise ArgumentError("state: got channel means; allowed: of a cache with smooth only")
 
 
-def check_lengths(batch: int, lengths: np.ndarray) -> None:
+def _check_lengths(batch: int, lengths: np.ndarray) -> None:
     """Raise unless the lengths of a state are those of as many sequences as the cache has."""
     if lengths.ndim == 1 and lengths.dtype == np.int64 and lengths.size != batch:
         raise ArgumentError(
@@ -60,7 +87,7 @@ def check_lengths(batch: int, lengths: np.ndarray) -> None:
         raise ArgumentError(f"state: got lengths {lengths}; allowed: 0 to {MOST_TOKENS}")
 
 
-def check_rotation(settings: Settings, given: Any) -> None:
+def _check_rotation(settings: Settings, given: Any) -> None:
     """Raise unless the rows of a state are rotated where those of the cache are.
 
     Earlier states do not say it: only 4 bits were rotated then.
@@ -70,6 +97,19 @@ def check_rotation(settings: Settings, given: Any) -> None:
         raise ArgumentError(
             f"state: got rotate={rotated}; allowed: rotate={settings.rotate}, as this cache has it"
         )
+
+
+def _check_ring(settings: Settings, given: Any) -> None:
+    """Raise unless a state's tokens lie in the slots where the cache looks for them.
+
+    Earlier states do not say which window and sinks they are of.
+    """
+    for name, own in (("window", settings.window or 0), ("sinks", settings.sinks)):
+        found = np.asarray(given.get(name, own))
+        if found.shape != () or found.dtype.kind not in "iu" or found != own:
+            raise ArgumentError(
+                f"state: got {name}={found}; allowed: {name}={own}, as this cache has it (0: none)"
+            )
 
 
 def check_numbers(

@@ -143,14 +143,15 @@ class Holdings:
         out: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of the tokens that the next one attends to, (Hkv, n, D) and (Hkv, n, Dv)
-        float32, in token order.
+        float32, in token order: the sinks of a ring, then those of the window.
 
         Parameters
         ----------
         sequence : int
             0 to B - 1.
         window : int, optional
-            The next token's, itself included; None for all tokens. Not beyond the cache's own.
+            The next token's, itself included; None for the cache's own, or for all tokens. A larger
+            one than the cache's own counts as that.
         out : pair of arrays, optional
             Contiguous float32 arrays (Hkv, n or more, D) and (Hkv, n or more, Dv) that are written
             from their first token on.
@@ -197,10 +198,12 @@ class Holdings:
             order = np.argsort(positions(length, used, memory.layout.sinks, memory.layout.ring))
             key = key[:, order]
             value = value[:, order]
-        most = self.window if window is None else integer("window", window, 1, MAX_LENGTH)
-        if most is None:
+        most = MAX_LENGTH if window is None else integer("window", window, 1, MAX_LENGTH)
+        first = max(0, used - min(most, self.window or MAX_LENGTH) + 1)
+        sinks = min(memory.layout.sinks, first)
+        if sinks:
+            key, value = (np.concatenate((x[:, :sinks], x[:, first:]), 1) for x in (key, value))
             return key, value
-        first = max(0, used - most + 1)
         return key[:, first:], value[:, first:]
 
     def state(self) -> dict[str, np.ndarray]:
@@ -224,7 +227,10 @@ class Holdings:
         ArgumentError
             The cache is not empty, or the state does not fit or is damaged. The cache stays empty
             then.
-        ArgumentTypeError, CacheFullError
+        ArgumentTypeError
+            The state is no mapping.
+        CacheFullError
+            It holds more tokens than this cache's `max_length`, or than its pool has pages for.
         """
         memory = self._open()
         if memory.longest:

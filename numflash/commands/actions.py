@@ -49,7 +49,7 @@ def info(args: argparse.Namespace) -> Any:
     from ..jit import target
     from ..jit.threads import most
     from ..tiling import Caches
-    from ..tiling.choice import file_of_choices
+    from ..tiling.tuned import file_of_choices
 
     caches = Caches.of_this_machine()
     stored = _stored()

@@ -188,17 +188,19 @@ def generated(
         watch.seconds = 0.0  # compiling is not attention
     print(f"-- {implementation}, {kind} cache")
     start = time.perf_counter()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **{nt.CACHE_ARGUMENT: cache},
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        streamer=printer,
-    )
-    transformers.AttentionInterface.register(implementation, watch.function)
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **{nt.CACHE_ARGUMENT: cache},
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=printer,
+        )
+    finally:
+        transformers.AttentionInterface.register(implementation, watch.function)
     return {
         "attention": implementation,
         "cache": kind,

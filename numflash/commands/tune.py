@@ -26,7 +26,8 @@ from ..measure.contenders import check_request
 from ..measure.metrics import errors
 from ..numerics.quantization import quantize_problem
 from ..tiling import CACHES, TILINGS, Caches, Tiling, in_use, using
-from ..tiling.choice import changed, save
+from ..tiling.rules import changed
+from ..tiling.tuned import save
 from ..validation import Problem
 from ..validation.options import Options
 from .validate import BUDGETS
@@ -220,7 +221,7 @@ def run(
     dtype: str = "int8",
     cpu: str | None = None,
 ) -> dict[str, Any]:
-    """Print the ranking and return it; the fastest is kept in the file of `tiling.choice.save`.
+    """Print the ranking and return it; the fastest is kept in the file of `tiling.tuned.save`.
 
     measured : how many of the ranking are compiled and timed (some 10 s each); 0 for the model
         alone

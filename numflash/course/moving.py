@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec
 
+from .widgets import view
+
 _number = itertools.count()
 P = ParamSpec("P")
 
@@ -106,8 +108,6 @@ class Frames:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """HTML for every page; in a live Jupyter with ipywidgets also the widgets."""
-        from .widgets import view
-
         return {"text/plain": repr(self), "text/html": self._repr_html_(), **view(self)}
 
 

@@ -7,9 +7,10 @@ without ipywidgets (extra `notebooks`) a page shows the HTML of `Frames`.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .moving import Frames
+if TYPE_CHECKING:
+    from .moving import Frames
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 

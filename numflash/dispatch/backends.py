@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +16,7 @@ from ..numerics import merge
 from ..numerics.scores import lse_as_float32
 from ..validation import Problem
 
-BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
+ON_CPU = ("auto", "cpu", "portable")
 
 
 def solve(
@@ -35,8 +33,8 @@ def solve(
         out = np.zeros((b, h, length, dv), np.float32)
         lse = np.full((b, h, length), -np.inf, np.float32)
     else:
-        on_cpu = impl == "auto" or BACKENDS.get(impl) == "cpu"  # whose launcher quantises by itself
-        if problem.precision == "int8" and isinstance(problem.query, np.ndarray) and not on_cpu:
+        quantises = impl in ON_CPU  # by itself
+        if problem.precision == "int8" and isinstance(problem.query, np.ndarray) and not quantises:
             from ..numerics.quantization import quantize_problem
 
             problem = quantize_problem(problem)
@@ -57,32 +55,25 @@ def _written(found: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> Sequ
     return results
 
 
-@functools.cache
-def _launch(device: str) -> Any:
-    return importlib.import_module(f".{device}.launch", "numflash")
-
-
 def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
     if impl == "reference":
         from .. import reference
 
         out, lse = reference.solve(replace(problem, sinks=None))
         return out.astype(np.float32), lse_as_float32(lse)
-    emulator = emulated_arch(impl)
-    device = "cuda" if emulator else BACKENDS["cpu" if impl == "auto" else impl]
-    if device == "cpu":
+    if impl in ON_CPU:
         refuse_after_fork()
+        from ..cpu import launch
+
+        isa = {"isa": "portable"} if impl == "portable" else {}
+        return launch.run(problem, results=results, **isa)
     try:
-        launch = _launch(device)
+        from ..cuda import launch as launch_cuda
     except ImportError as error:
         raise UnsupportedError(
             f"impl: got {impl!r}, which cannot be loaded here ({error})"
         ) from error
-    options: dict[str, dict[str, Any]] = {"portable": {"isa": "portable"}}
-    if emulator:
-        options[impl] = {"emulator": emulator}
-    given = {"results": results} if device == "cpu" else {}
-    return launch.run(problem, **options.get(impl, {}), **given)
+    return launch_cuda.run(problem, emulator=emulated_arch(impl))
 
 
 def refuse_gradient_of_mask(impl: str, asked: bool) -> None:
@@ -113,7 +104,7 @@ def solve_backward(
         raise UnsupportedError(
             "precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'"
         )
-    if impl in ("cpu", "portable", "auto"):
+    if impl in ON_CPU:
         refuse_after_fork()
         from ..cpu import launch_backward
 

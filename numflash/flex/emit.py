@@ -34,7 +34,6 @@ from .operations import cast, operation
 from .program import HUGE, Program
 from .tile_memory import ONCE, PER_ROW, PER_VALUE, Form, Memory
 
-__all__ = ["Form", "TileWriter", "emit"]
 LOWEST = -32768
 
 

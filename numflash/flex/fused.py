@@ -9,12 +9,10 @@ import numpy as np
 from ..cpu.semantics import NO_TILES, ScoreTiles
 from .evaluate import evaluate
 from .machine import Tile, tile
-from .prepared import EMPTY, FULL, Prepared, prepare
+from .prepared import EMPTY, FULL, Prepared
 
 if TYPE_CHECKING:
     from .device import OnDevice
-
-__all__ = ["Fused", "InCache", "fused_of", "prepare", "spans"]
 KEPT = 64  # problem shapes whose tile functions are remembered
 Shape = tuple[int, int, int, int]
 

@@ -8,11 +8,11 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
 from ..errors import ArgumentError
-from .emit import Form
 from .machine import compile_program, lanes_of_target
 from .masks import whole
 from .prepared import prepare
 from .program import Program
+from .tile_memory import Form
 
 
 def listing(

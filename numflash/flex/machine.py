@@ -43,7 +43,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile function with the frame of its arrays; all are freed with this object.
+    """A tile function with the frame of its arrays.
+
+    The frame and the arrays are freed with this object. Machine code is not: LLVM's engine returns
+    the memory of no module, so that each function that was compiled stays until the process ends.
 
     arrays : whose addresses the frame holds; a copy of a captured array has no other owner
     """

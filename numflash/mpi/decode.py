@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..interop.arguments import real
 from ..interop.arrays import convert, deliver, import_array
 from ..numerics.merge import join, weights
-from .agreement import agree, communicator, require_same
+from .agreement import agree, communicator, mpi, require_same
 
 F = np.float32
 
@@ -72,8 +72,7 @@ def split_kv_decode(
     ArgumentError, ArgumentTypeError
         The same on every rank, naming the rank that met it.
     """
-    from mpi4py import MPI
-
+    MPI = mpi("split_kv_decode")
     comm = communicator(comm)
     error = None
     given: dict[str, Any] = {}

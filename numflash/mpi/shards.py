@@ -213,7 +213,7 @@ class Agreed:
         counts = np.maximum(problem.key_lengths, 1).astype(np.float64)[:, None, None]
         b, hkv, d = whole.sums.shape
         dv = whole.peaks.shape[2]
-        offset = None if problem.softcap else (whole.sums / counts).astype(np.float32)
+        offset = (whole.sums / counts).astype(np.float32) if problem.smooths else None
         n = len(whole.first)
         key, value = (
             np.stack(rows, 2) if n else np.zeros((b, hkv, 0, width), np.float32)

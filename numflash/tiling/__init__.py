@@ -19,8 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ArgumentError
-from .choice import CHOSEN, chosen, chosen_float, in_use, using
+from .choice import chosen, chosen_float, in_use, using
 from .named import TILINGS
+from .override import CHOSEN
 from .sizes import (
     CACHES,
     CUDA_HEAD_DIMS,

@@ -6,7 +6,7 @@ import threading
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from .choice import CHOSEN
+from .override import CHOSEN
 
 MOST = 256  # plans kept; the oldest goes first
 T = TypeVar("T")

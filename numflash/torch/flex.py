@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-import threading
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.overrides import _get_current_function_mode_stack
 
 from ..api import differentiate
 from ..dispatch.option_gradients import OPERANDS
@@ -23,8 +19,8 @@ from ..flex.prepared import prepare
 from ..interop.arguments import flag
 from ..validation.options import Options
 from .checks import autocast, check_gradients, check_tensors
-from .operator import no_second_derivatives, pytorch_threads
-from .routing import use
+from .gradients import no_second_derivatives
+from .threads import pytorch_threads
 
 _converted: WeakKeyDictionary[Any, BlockMask] = WeakKeyDictionary()
 
@@ -247,44 +243,3 @@ def blockwise(
     call = Call(None, block_mask, None, asked)
     out: Tensor = _Flex.apply(call, query, key, value, sinks)[0]
     return out
-
-
-_TORCH = torch_flex.flex_attention
-LIBRARIES = ("torch.", "numpy.", "numba.", "llvmlite.", "scipy.", "sympy.")  # do not call it
-_lock = threading.RLock()  # a signal handler may call as well
-_places: list[tuple[dict[str, Any], str]] = []  # where `_routed` replaces PyTorch's function
-_inside = 0
-
-
-@torch.compiler.disable
-@functools.wraps(_TORCH)
-def _routed(*args: Any, **kwargs: Any) -> Any:
-    """PyTorch's function while a thread is inside `use`, numflash's in that thread."""
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, use):
-            return mode.answer(flex_attention, _TORCH, args, kwargs)
-    return _TORCH(*args, **kwargs)
-
-
-def route(on: bool) -> None:
-    """Enter or leave a block in which `use` answers PyTorch's flex_attention.
-
-    PyTorch calls no mode for this function, so its name is bound to ours in every module.
-    """
-    global _inside
-    with _lock:
-        _inside += 1 if on else -1
-        if on:  # always: Ctrl-C may have ended an earlier block before it was entered
-            for path, module in list(sys.modules.items()):
-                names = getattr(module, "__dict__", None)
-                library = path.startswith(LIBRARIES) and module is not torch_flex
-                if library or not isinstance(names, dict) or names is globals():
-                    continue
-                for name in [n for n, x in list(names.items()) if x is _TORCH]:
-                    names[name] = _routed
-                    _places.append((names, name))
-        elif not on and not _inside:
-            for names, name in _places:
-                if names.get(name) is _routed:
-                    names[name] = _TORCH
-            _places.clear()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..numerics.rotation import rotate
-from .operator import pytorch_threads, unobserved
+from .observers import unobserved
+from .threads import pytorch_threads
 
 
 def _rotated(x: Tensor) -> Tensor:

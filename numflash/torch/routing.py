@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from types import FunctionType
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention import flex_attention as torch_flex
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import NumflashError, UnsupportedError
 from ..interop.arguments import choice, flag
 from ..validation.options import PRECISIONS, PV, check_weights
+from .flex import flex_attention
+from .rebinding import Rebinding
 from .sdpa import PYTORCH, scaled_dot_product_attention
 
 logger = logging.getLogger("numflash")
@@ -146,20 +150,16 @@ class use(TorchFunctionMode):
         self._logged |= self.fallbacks.keys()
 
     def __enter__(self) -> Any:
-        from .flex import route
-
-        route(True)
+        _flex.enter()
         try:
             return super().__enter__()
         except BaseException:
-            route(False)
+            _flex.leave()
             raise
 
     def __exit__(self, *error: Any) -> None:
-        from .flex import route
-
         super().__exit__(*error)
-        route(False)
+        _flex.leave()
         self._log()
 
     def _answer(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -179,3 +179,17 @@ class use(TorchFunctionMode):
         else:
             self._calls += 1
         return out
+
+
+@torch.compiler.disable
+@functools.wraps(torch_flex.flex_attention)
+def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """PyTorch's function while a thread is inside `use`, numflash's in that thread."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, use):
+            return mode.answer(flex_attention, _flex.theirs, args, kwargs)
+    return _flex.theirs(*args, **kwargs)
+
+
+# PyTorch calls no mode for this function
+_flex = Rebinding(torch_flex.flex_attention, _flex_attention, torch_flex)

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import flag, sides
 from .checks import SdpaError, autocast, check_constants, check_gradients, check_tensors
-from .operator import attend, without_operator
+from .nodes import attend, without_operator
 
 PYTORCH = torch.nn.functional.scaled_dot_product_attention
 

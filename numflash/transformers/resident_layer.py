@@ -19,9 +19,9 @@ from transformers.cache_utils import CacheLayerMixin
 from ..cache.kvcache import KVCache
 from ..cache.settings import INTEGERS
 from ..errors import ArgumentError, ArgumentTypeError, CacheFullError
-from ..torch.operator import pytorch_threads
 from ..torch.rotated import rotated
 from ..torch.sdpa import attention
+from ..torch.threads import pytorch_threads
 from .masks import PLAIN, Reading, gathered, scattered, to_back, to_front
 from .standin import StandIn
 

@@ -2,7 +2,7 @@
 
 `make bench`.
 
-`python -m numflash.cpu.study.improvements` prints the gains beside the predicted ones. Nothing here
+`numflash bench --study improvements` prints the gains beside the predicted ones. Nothing here
 passes or fails by time.
 """
 

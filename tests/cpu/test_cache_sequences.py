@@ -243,6 +243,11 @@ def test_a_truncated_ring():
     other.load_state(cache.state())
     with pytest.raises(ArgumentError, match="from 172 on"):
         other.decode(query)
+    for sizes in ({"window": 60, "sinks": 4}, {"window": 63}, {}):  # as many slots, other tokens
+        with pytest.raises(ArgumentError, match=r"state: got window=64; allowed: window="):
+            KVCache(1, G, D, 128, "float32", **sizes).load_state(cache.state())
+    with pytest.raises(ArgumentError, match=r"state: got sinks=0; allowed: sinks=4, as this"):
+        KVCache(1, G, D, 1, "float32", window=64, sinks=4).load_state(cache.state())
     last = cache.decode(query[:, :, 3:])
     cache.append(key[:, :, 236:240].copy(), value[:, :, 236:240].copy())
     cache.decode(query)

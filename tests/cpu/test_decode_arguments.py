@@ -355,6 +355,15 @@ def test_the_tail_that_the_next_token_sees(window):
         for found, mine, x, right in zip(written, plain, room, (key, value), strict=True):
             assert np.shares_memory(found, x) and np.array_equal(found, mine)
             np.testing.assert_array_equal(found, right[1, :, 9 - (most - 1) :])
+    if window:  # sinks are attended to as well
+        with_sinks = KVCache(B, G, D, 16, "float32", window=window, sinks=2)
+        for n, seen in ((5, range(5)), (9, [0, 1, 4, 5, 6, 7, 8]), (200, [0, 1, *range(195, 200)])):
+            with_sinks.reset()
+            key, value = tokens(n)
+            with_sinks.append(key, value)
+            for own in (None, 9):
+                for found, right in zip(with_sinks.tail(1, own), (key, value), strict=True):
+                    np.testing.assert_array_equal(found, right[1][:, list(seen)])
     wide, small = np.empty((G, 12, D), np.float32), np.empty((G, 2, D), np.float32)
     for out, error, message in (
         ((wide, small), ArgumentError, "out: got room for 2 tokens; allowed: "),

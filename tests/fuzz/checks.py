@@ -359,8 +359,9 @@ def backward(c: dict) -> None:
         return
     if "attn_mask" in summed:
         got = summed["attn_mask"]
-        total = scores.astype(np.float64).sum(axis_of(got.shape, scores.shape)).reshape(got.shape)
-        close("attn_mask", got, total, np.abs(total) * 1e-6, got.dtype.name)
+        axes, wide = axis_of(got.shape, scores.shape), scores.astype(np.float64)
+        total, terms = (x.sum(axes).reshape(got.shape) for x in (wide, np.abs(wide)))
+        close("attn_mask", got, total, terms * 1e-6, got.dtype.name)
     if "sinks" in summed and np.isfinite(lse).all():
         weight = np.exp(np.minimum(given["sinks"][:, None] - lse, 0))
         terms = weight * (do * out).sum(-1)

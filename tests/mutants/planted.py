@@ -550,7 +550,7 @@ MUTANTS = [
         "tests/cpu/test_decode_latent.py",
     ),
     Mutant("cache/damage.py", ".any(-1) & ~bad).any()", ".any(-1) & bad).any()", STATES),
-    Mutant("cache/damage.py", '(oldest > np.asarray(given["lengths"]))', "(oldest < 0)", STATES),
+    Mutant("cache/damage.py", "(oldest > lengths)", "(oldest < 0)", STATES),
     Mutant("cache/damage.py", "and (rest >= 0).all()", "", STATES),
     Mutant(
         "cache/contents.py",
@@ -619,25 +619,25 @@ MUTANTS = [
     ),
     # ---- PyTorch
     Mutant(
-        "torch/operator.py",
+        "torch/padding.py",
         "        or 0 in mask.shape\n",
         "",
         "tests/pytorch/test_torch_operator.py",
     ),
     Mutant(
-        "torch/operator.py",
+        "torch/padding.py",
         "falling = (seen[:, 1:] <= seen[:, :-1]).all()",
         "falling = True",
         TORCH,
     ),
     Mutant(
-        "torch/operator.py",
+        "torch/padding.py",
         'if mask is None or lengths is not None or alignment != "upper_left":',
         "if mask is None or lengths is not None:",
         TORCH,
     ),
     Mutant(
-        "torch/operator.py",
+        "torch/equal_calls.py",
         "if n == MASK and x.dtype not in (torch.bool, torch.float32, dtype):",
         "if False:",
         "tests/pytorch/test_equal_calls.py",
@@ -836,7 +836,7 @@ MUTANTS = [
         "omp_set_max_active_levels(9)",
         "tests/test_threads.py -k openmp",
     ),
-    Mutant("tiling/choice.py", "if registers(t) > most:", "if False:", "tests/test_tiling.py"),
+    Mutant("tiling/rules.py", "if registers(t) > most:", "if False:", "tests/test_tiling.py"),
     Mutant(
         "transformers/latent_layer.py",
         "rope / self._balance",

@@ -156,13 +156,13 @@ def test_a_block_that_ctrl_c_ended_before_it_began_changes_nothing(monkeypatch):
         with pytest.raises(KeyboardInterrupt), nt.use():
             pass
     assert torch_flex.flex_attention is original
-    nt.flex._inside += 1  # an interrupt right after the count
+    nt.routing._flex._inside += 1  # an interrupt right after the count
     try:
         with nt.use() as routed:
             torch_flex.flex_attention(q, q, q)
         assert routed.calls == 1
     finally:
-        nt.flex._inside -= 1
+        nt.routing._flex._inside -= 1
         with nt.use():
             pass
     assert torch_flex.flex_attention is original
@@ -172,7 +172,7 @@ def test_a_signal_handler_may_call_while_a_lock_is_held():
     from numflash.flex import prepared
     from numflash.tiling.store import Store
 
-    for lock in (nt.flex._lock, prepared._lock, Store()._lock):
+    for lock in (nt.routing._flex._lock, prepared._lock, Store()._lock):
         with lock:
             assert lock.acquire(blocking=False)
             lock.release()

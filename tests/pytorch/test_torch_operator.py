@@ -243,7 +243,7 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
     q = OnCard()
     seen = []
     monkeypatch.setattr(operator.api, "attend", lambda *arguments: seen.append(arguments))
-    monkeypatch.setattr(operator.threads, "limit", None)
+    monkeypatch.setattr(operator, "pytorch_threads", None)
     operator.attention_operator._init_fn(
         q, q, q, *{**DEFAULTS, "left": 3, "precision": "int8"}.values()
     )

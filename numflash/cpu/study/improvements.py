@@ -3,8 +3,8 @@ together.
 
 Its section is "Further Improvement Possibilities (8 Strategies)". The starting point is its kernel
 in this package's terms: INT8 Q.K^T, fixed-point softmax left to the compiler, float32 P.V, one
-thread, every head with its own K and V. `measure()` returns the table as data; `python -m
-numflash.cpu.study.improvements` prints it.
+thread, every head with its own K and V. `measure()` returns the table as data; `numflash
+bench --study improvements` prints it.
 """
 
 from __future__ import annotations
@@ -424,9 +424,3 @@ def measure(
             f"INT8 P.V, causal, 1 KV head, {threads} threads, prefetch, LayerNorm fused",
         ),
     ]
-
-
-if __name__ == "__main__":
-    from ...commands.bench_study import improvements_table
-
-    print(improvements_table().plain())

@@ -162,12 +162,6 @@ store_shared_v2 = op(
 )
 store_shared_f32 = op("st.shared.f32 [<address>], <s>;", memory=True, address=u32, s=f32)
 store_shared = op("st.shared.b32 [<address>], <s>;", memory=True, address=u32, s=u32)
-store_shared_u8 = op(
-    "{.reg .b16 h;\ncvt.u16.u32 h, <s>;\nst.shared.b8 [<address>], h;}",
-    memory=True,
-    address=u32,
-    s=u32,
-)
 store_shared_u16 = op(
     "{.reg .b16 h;\ncvt.u16.u32 h, <s>;\nst.shared.b16 [<address>], h;}",
     memory=True,

@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import reference, validation
 from ...interop.arguments import EMULATED
-from ...interop.arrays import convert, widen
+from ...interop.arrays import convert
 from ...numerics.quantization import quantize_problem
 from ...validation.options import Options
 
@@ -222,12 +222,6 @@ def problem_of(
 def emulated_as(arch: str) -> str:
     """The architecture whose kernels the emulator runs for one: Blackwell runs what sm_80 does."""
     return arch if arch in EMULATED else "sm_80"
-
-
-def relative_l2(found: np.ndarray, exact: np.ndarray) -> float:
-    """|found - exact| / |exact|, of floats or bfloat16 bits; |found - exact| where that is 0."""
-    size = float(np.linalg.norm(exact))
-    return float(np.linalg.norm(widen(found) - exact)) / (size or 1.0)
 
 
 def gradient_operands(

@@ -1,0 +1,117 @@
+"""Calls equal to an earlier one: what tells them apart, and what computes them again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..dispatch import plans
+from ..interop import device_tensors
+from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..numerics.merge import apply_sinks
+from ..tiling import Store
+from .options import MASK, TENSORS, fields, hold_tensors
+from .tensors import READ, array, plain
+from .threads import pytorch_threads
+
+
+def runner_of(
+    query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, Any | None]:
+    """The key of equal calls of the operator, and the runner that computes them.
+
+    The key is None for tensors that are not `plain`; the runner is None for calls that were not
+    made before. The key has the types of the options too: 1 == True, and only one of them may be
+    allowed.
+    """
+    if type(query) is Tensor and query.is_cuda:
+        return on_card("attention", (query, key, value), options)
+    return known_call(plans.runners, query, key, value, options)
+
+
+def known_call(
+    store: Store[Any], query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, Any | None]:
+    """The key of equal calls on the CPU, and what they have in `store`."""
+    dtype = query.dtype if type(query) is Tensor else None
+    if dtype not in READ or not (plain(query, dtype) and plain(key, dtype) and plain(value, dtype)):
+        return None, None
+    asked = _without_tensors(options, dtype) if hold_tensors(options) else options
+    if asked is None:
+        return None, None
+    try:
+        call = dtype, query.shape, key.shape, value.shape, asked, tuple(map(type, asked))
+        return call, store.get(call)
+    except TypeError:  # an option that cannot be hashed
+        return None, None
+    except RuntimeError:  # a nested tensor of the strided layout has no shape
+        return None, None
+
+
+def on_card(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The key of equal calls on tensors on a card, and what computes them, as of `runner_of`."""
+    places = device_tensors.places(*tensors)
+    if places is None or hold_tensors(options):
+        return None, None
+    forms = tuple((x.shape, x.dtype) for x in tensors)
+    call = name, forms, places, options, tuple(map(type, options))
+    return call, plans.find(call)
+
+
+def _without_tensors(options: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...] | None:
+    """The options with a tensor's dtype in its place; None where a call has to look at more than its
+    numbers.
+    """
+    changed = list(options)
+    for n in TENSORS:
+        x = options[n]
+        if x is None:
+            continue
+        dense = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
+        if not dense or not x.is_cpu or x.is_neg():
+            return None
+        if n == MASK and x.dtype not in (torch.bool, torch.float32, dtype):
+            return None
+        changed[n] = x.dtype
+    return tuple(changed)
+
+
+def with_tensors(
+    runner: Any, query: Tensor, key: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, np.ndarray | None]:
+    """What computes a call that was made before with the options' tensors, and its sinks.
+
+    None where it takes more memory than the first call did.
+    """
+    if not hold_tensors(options):
+        return runner, None
+    found = fields(options, query, key)
+    return runner.for_options(found), found["sinks"]
+
+
+def run(
+    runner: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    with_lse: bool,
+    sinks: np.ndarray | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The results of a call that was made before; lse only where it is wanted."""
+    if query.is_cuda:
+        out, lse = runner(query, key, value)
+        return out, lse
+    refuse_after_fork()
+    rows = query.shape[:3]
+    out = query.new_empty((*rows, value.shape[3]), dtype=torch.float32)
+    with_lse = with_lse or sinks is not None
+    lse = query.new_empty(rows, dtype=torch.float32) if with_lse else None
+    places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+    with pytorch_threads(), one_at_a_time():
+        runner.run_at(*places, 0 if lse is None else lse.data_ptr(), with_lse)
+    if sinks is not None and lse is not None:
+        apply_sinks(array(out), array(lse), sinks)
+    return (out if query.dtype is torch.float32 else out.to(query.dtype)), lse

@@ -1,0 +1,172 @@
+"""The gradient of attention as an operator of PyTorch's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import api, validation
+from ..dispatch import backends, plans
+from ..dispatch.option_gradients import of_mask as of_mask_gradient
+from ..errors import UnsupportedError
+from ..validation import Problem
+from ..validation.options import Options
+from .batching import one_call
+from .equal_calls import known_call, on_card
+from .options import (
+    GRADIENT_TENSORS,
+    MASK,
+    OPTIONS,
+    SINKS,
+    WANTED,
+    asked_for,
+    detached,
+    fields,
+    hold_tensors,
+    parted,
+    schema,
+)
+from .tensors import array, plain
+from .threads import pytorch_threads
+
+
+def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value, a float mask and sinks, shaped like them; in memory of
+    PyTorch's.
+
+    arguments : grad_out, query, key, value, out and lse, the options, and whether the gradients of the
+        mask and of the sinks are wanted; else they have size 0
+    """
+    tensors, options, of_mask, of_sinks = parted(arguments)
+    grad_out, query, _, _, out, lse = tensors
+    sinks = query.new_empty(0)
+    if of_sinks:
+        sinks = _gradient_of_sinks(options[SINKS], grad_out, out, lse)
+    of_operands = _on_card if query.is_cuda else _on_cpu
+    return *of_operands(tensors, options, of_mask), sinks
+
+
+def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """(H,) like sinks (H,), from dO and O (B, H, L, Dv) and the LSE (B, H, L), on any device:
+    `dispatch.option_gradients.of_sinks`.
+    """
+    delta = (grad_out.double() * out.double()).sum(-1)
+    weights = torch.exp(torch.clamp(sinks.double()[:, None] - lse.double(), max=0))
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _on_card(
+    tensors: tuple[Tensor, ...], options: tuple[Any, ...], of_mask: bool
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value on a card, and one of size 0."""
+    backends.refuse_gradient_of_mask("auto", of_mask)
+    grad_out, query, key, value, out, lse = tensors
+    grad_out = grad_out.contiguous()  # kernels do not read one number expanded, as of a sum
+    call, again = on_card("gradients", (query, key, value, grad_out, out, lse), options)
+    if again is not None:
+        found = again(query, key, value, None, grad_out, out, lse)
+    else:
+        arrays = tuple(x.detach() for x in (grad_out, query, key, value, out, lse))
+        found = api.differentiate(arrays, *_asked_for(options, key), call=call)
+    return *found, query.new_empty(0)
+
+
+def _asked_for(options: tuple[Any, ...], key: Tensor) -> tuple[Options, str]:
+    """The options and the implementation, without what has no gradient."""
+    asked, impl = asked_for(options, key)
+    return replace(detached(asked), pv=None), impl  # which is of "int8" only
+
+
+def _on_cpu(
+    tensors: tuple[Tensor, ...], options: tuple[Any, ...], of_mask: bool
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value and mask, the last of size 0 where it is not wanted."""
+    grad_out, query, key, value, out, lse = (x.detach() for x in tensors)
+    call, known = known_call(plans.problems, query, key, value, options)
+    if known is None:
+        asked, impl = _asked_for(options, key)
+        problem = validation.problem(query, key, value, asked)
+    else:
+        problem, impl = _again(known, query, key, value, options), options[-1]
+    if known is not None and _are_results(grad_out, out, lse, query, value):
+        operands = grad_out.numpy(), out.numpy(), lse.numpy()
+    else:
+        shape = tuple(query.shape)
+        operands = validation.gradient_operands(problem, shape, grad_out, out, lse, "bhld")
+    found = [x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
+    nb, nh, _, length, s, _, _ = problem.shape
+    scores = np.zeros((nb, nh, length, s), np.float32) if of_mask else None
+    with pytorch_threads():
+        backends.solve_backward(problem, operands, impl, [array(x) for x in found], scores)
+    if call is not None and known is None:
+        plans.keep_problem(call, problem)
+    return *(x.to(query.dtype) for x in found), _of_mask(scores, options[MASK], query)
+
+
+def _again(
+    known: Problem, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+) -> Problem:
+    """The problem of an equal call, with these tensors."""
+    tensors = query, key, value
+    whole = query.dtype is torch.float32  # NumPy has no bfloat16
+    taken = [x.numpy() for x in tensors] if whole else plans.taken_in(*tensors)
+    problem = known.with_operands(*plans.shaped(taken, "bhld", known.precision))
+    if hold_tensors(options):
+        problem = problem.with_options(fields(options, query, key))
+    return problem
+
+
+def _of_mask(scores: np.ndarray | None, mask: Tensor, query: Tensor) -> Tensor:
+    """The gradient of a mask from that of the scores (B, H, L, S); of size 0 without these."""
+    if scores is None:
+        return query.new_empty(0)
+    return torch.from_numpy(of_mask_gradient(scores, tuple(mask.shape))).to(mask.dtype)
+
+
+def _are_results(grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, value: Tensor) -> bool:
+    """Whether these are contiguous float32 tensors of the shapes that belong to query and value."""
+    rows, kind = query.shape[:3], torch.float32
+    shape = (*rows, value.shape[3])
+    return (
+        plain(out, kind)
+        and plain(grad_out, kind)
+        and plain(lse, kind)
+        and out.shape == grad_out.shape == shape
+        and lse.shape == rows
+    )
+
+
+def no_second_derivatives(ctx: Any, *grads: Any) -> tuple:
+    """Refuse the backward pass of a backward pass."""
+    raise UnsupportedError(
+        "derivatives: got a gradient of a gradient; allowed: first derivatives only"
+    )
+
+
+attention_backward_operator = torch.library.custom_op(
+    "numflash::attention_backward",
+    differentiate,
+    mutates_args=(),
+    schema=schema(GRADIENT_TENSORS, {**OPTIONS, **WANTED}, 5),
+)
+
+
+@attention_backward_operator.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    tensors, options, of_mask, of_sinks = parted(arguments)
+    _, query, key, value, _, _ = tensors
+    found = [x.new_empty(x.shape) for x in (query, key, value)]
+    for wanted, place in ((of_mask, MASK), (of_sinks, SINKS)):
+        option = options[place]
+        found.append(option.new_empty(option.shape) if wanted else query.new_empty(0))
+    return tuple(found)
+
+
+attention_backward_operator.register_autograd(no_second_derivatives)
+attention_backward_operator.register_vmap(
+    one_call(attention_backward_operator, 6, [*OPTIONS, *WANTED])
+)

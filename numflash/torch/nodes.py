@@ -1,0 +1,105 @@
+"""Attention of tensors by the shortest way that PyTorch allows: its kernel, a node of autograd's, or
+the operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..interop import device_tensors
+from . import operator
+from .equal_calls import run, runner_of, with_tensors
+from .observers import is_direct, is_seen, is_traced
+from .options import MASK, PRECISION, SINKS, TENSORS, typed
+
+
+def without_operator(
+    query: Any, key: Any, value: Any, options: tuple[Any, ...], with_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """A call that was made before, without PyTorch's dispatch; None where that is not the same."""
+    if torch.compiler.is_compiling():
+        return None
+    _, runner = runner_of(query, key, value, options)
+    if runner is None or is_seen(query):
+        return None
+    tensors = [x for n in TENSORS if (x := options[n]) is not None]
+    watched = device_tensors.loses_grad(query, key, value, *tensors)
+    if watched and (options[PRECISION] == "int8" or device_tensors.loses_grad(*tensors)):
+        return None  # the operator's node has gradients of options, and refuses those of int8
+    runner, sinks = with_tensors(runner, query, key, options)
+    if runner is None:
+        return None
+    if not watched:
+        return run(runner, query, key, value, with_lse, sinks)
+    out, lse = _Known.apply((runner, sinks), query, key, value, options)
+    return out, lse
+
+
+class _Attention(torch.autograd.Function):
+    """The operator and its gradient without PyTorch's dispatch, which takes 0.2 ms for both."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        found = operator.attend(*inputs)
+        ctx.set_materialize_grads(False)
+        operator.save(ctx, inputs, found)
+        return found
+
+    backward = staticmethod(operator.gradients)
+
+
+class _Known(torch.autograd.Function):
+    """The same for a call that was made before: what computes it, and its sinks.
+
+    The options are one argument, because autograd's node takes time for each: none of their tensors
+    requires grad.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: tuple[Any, Any], query: Tensor, key: Tensor, value: Tensor, options: tuple
+    ) -> tuple[Tensor, Tensor | None]:
+        runner, sinks = call
+        out, lse = run(runner, query, key, value, True, sinks)
+        ctx.set_materialize_grads(False)
+        ctx.options = list(options)
+        ctx.places = [n for n in TENSORS if options[n] is not None]
+        ctx.save_for_backward(query, key, value, out, lse, *(options[n] for n in ctx.places))
+        for n in ctx.places:
+            ctx.options[n] = None
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
+        if grad_out is None:  # nothing depends on the result
+            return (None,) * 5
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        options = list(ctx.options)
+        for n, x in zip(ctx.places, tensors, strict=True):
+            options[n] = x
+        found = operator.differentiated(
+            grad_out, query, key, value, out, lse, *options, False, False
+        )
+        return None, *found[:3], None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """out (B, H, L, Dv) like query and lse (B, H, L) float32 of 4-D tensors, with gradients.
+
+    By the operator where something has to see it, and by a node of autograd's where a gradient is
+    asked for.
+    """
+    direct = not is_traced() and all(map(is_direct, (query, key, value)))
+    how = operator.attention_operator
+    if direct:
+        inputs = query, key, value, options[MASK], options[SINKS]
+        watched = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        how = _Attention.apply if watched else operator.attend
+    if not direct and not torch.compiler.is_compiling():
+        options = typed(options)
+    out, lse = how(query, key, value, *options)
+    return out, lse

@@ -1,0 +1,109 @@
+"""The operators' options: their types in PyTorch's schemas, and what `numflash.attention` makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .. import validation
+from ..interop.arguments import choice
+from ..validation.options import ALIGNMENTS, IMPLS, OptionArrays, Options
+from .padding import as_key_lengths
+
+OPTIONS = {
+    "attn_mask": "Tensor?",
+    "is_causal": "bool",
+    "scale": "float?",
+    "enable_gqa": "bool",
+    "left": "int?",
+    "right": "int?",
+    "alignment": "str",
+    "key_lengths": "Tensor?",
+    "softcap": "float",
+    "alibi_slopes": "Tensor?",
+    "sinks": "Tensor?",
+    "precision": "str?",
+    "pv": "str?",
+    "impl": "str",
+}
+# where tensors and some others stand among them
+TENSORS = [n for n, kind in enumerate(OPTIONS.values()) if kind == "Tensor?"]
+MASK, SINKS, PRECISION, ALIGNMENT = (
+    [*OPTIONS].index(name) for name in ("attn_mask", "sinks", "precision", "alignment")
+)
+# Which gradients of options are wanted, after the options. Graphs that Inductor has kept on disk may
+# call the operator without these.
+WANTED = {"of_mask": "bool", "of_sinks": "bool"}
+GRADIENT_TENSORS = "grad_out query key value out lse"
+LARGEST = (1 << 63) - 1  # of the schema's integers
+
+
+def schema(tensors: str, options: dict[str, str], results: int) -> str:
+    """An operator's schema: tensors by their names, options, and how many tensors it returns."""
+    arguments = [f"Tensor {name}" for name in tensors.split()]
+    arguments += [f"{kind} {name}{'=False' * (name in WANTED)}" for name, kind in options.items()]
+    return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * results)})"
+
+
+def _named(values: tuple) -> tuple[dict[str, Any], str]:
+    """The operator's options by the names of `Options`, and which implementation is asked for."""
+    given = dict(zip(OPTIONS, values, strict=True))
+    given["window"] = given.pop("left"), given.pop("right")
+    choice("alignment", given["alignment"], ALIGNMENTS)
+    return given, choice("impl", given.pop("impl"), IMPLS)
+
+
+def typed(values: tuple) -> tuple:
+    """The options as the operator's schema wants them; what is wrong is refused in our words, not in
+    those of PyTorch's dispatcher.
+    """
+    given, impl = _named(values)
+    asked = Options(**given)
+    left, right = (None if side is None else min(side, LARGEST) for side in asked.window)
+    others = {"left": left, "right": right, "impl": impl}
+    return tuple(others[x] if x in others else getattr(asked, x) for x in OPTIONS)
+
+
+def asked_for(values: tuple, key: Tensor) -> tuple[Options, str]:
+    """The operator's options as `numflash.attention` takes them, and which implementation is asked
+    for.
+    """
+    given, impl = _named(values)
+    mask, lengths = given["attn_mask"], given["key_lengths"]
+    given["attn_mask"], given["key_lengths"] = as_key_lengths(
+        mask, lengths, given["alignment"], key
+    )
+    return Options(**given, return_lse=True), impl
+
+
+def detached(asked: Options) -> Options:
+    """The options with a mask and sinks that do not require grad."""
+    given = {"attn_mask": asked.attn_mask, "sinks": asked.sinks}
+    trained = {n: x.detach() for n, x in given.items() if x is not None and x.requires_grad}
+    return replace(asked, **trained) if trained else asked
+
+
+def hold_tensors(options: tuple[Any, ...]) -> bool:
+    """Whether one of the options is a tensor, whose numbers are looked at in each call."""
+    return any(isinstance(options[n], Tensor) for n in TENSORS)
+
+
+def fields(options: tuple[Any, ...], query: Tensor, key: Tensor) -> dict[str, Any]:
+    """The fields of a `Problem` that come from the options' tensors."""
+    mask, lengths, slopes, sinks = (options[n] for n in TENSORS)
+    mask, lengths = as_key_lengths(mask, lengths, options[ALIGNMENT], key)
+    b, h, length = query.shape[:3]
+    arrays = OptionArrays(mask, lengths, slopes, sinks)
+    return validation.described(arrays, options[ALIGNMENT], (b, h, length, key.shape[2]))
+
+
+def parted(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], tuple[Any, ...], bool, bool]:
+    """The tensors, the options, and whether gradients of mask and sinks are wanted: PyTorch leaves out
+    last arguments that are the schema's defaults.
+    """
+    count = len(GRADIENT_TENSORS.split())
+    end = count + len(OPTIONS)
+    of_mask, of_sinks = (*arguments[end:], False, False)[:2]
+    return arguments[:count], arguments[count:end], of_mask, of_sinks
