@@ -81,21 +81,20 @@ def with_functions(
     ArgumentError
         A captured array that is too short for an index.
     """
-    fused = _fused()
-    prepared = fused.prepare(score_mod, mask_mod)
+    prepared = _flex("prepared").prepare(score_mod, mask_mod)
     if memory.settings.dtype in INTEGERS and prepared.cap and not changes.softcap:
         return Changes(prepared.cap, changes.slopes, changes.mask)
     longest = memory.longest
     if prepared.shortest:
         prepared.check((*shape[:2], longest, longest))
-    found = fused.in_cache(prepared, longest)
+    found = _flex("fused").in_cache(prepared, longest)
     return Changes(changes.softcap, changes.slopes, changes.mask, found)
 
 
 @functools.cache
-def _fused() -> Any:
-    """`flex.fused`: by name, as a cache finds its backend; functions are compiled for the CPU."""
-    return importlib.import_module("..flex.fused", __package__)
+def _flex(name: str) -> Any:
+    """A file of `flex`, loaded by the first call with functions: most caches see none."""
+    return importlib.import_module(f"..flex.{name}", __package__)
 
 
 def slopes_of(x: Any, heads: int) -> np.ndarray:

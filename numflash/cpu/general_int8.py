@@ -32,7 +32,7 @@ from .int8.first_keys import first_keys, no_first_keys
 from .int8.packing import bfloat16_pairs, float_rows, pack_keys, pack_values
 from .int8.wide_rows import floats_of
 from .isa.isas import VECTOR_ISAS, padded
-from .launch_float import edges_and_masks, functions_of, heads
+from .problem_arrays import edges_and_masks, functions_of, heads
 from .semantics import Semantics
 
 F = np.float32

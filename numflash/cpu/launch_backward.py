@@ -20,7 +20,7 @@ from ..validation import LARGEST_LSE, Problem
 from .backward import backward_rows, tiled
 from .backward.held import Given, found_of
 from .floats.call import addresses
-from .launch_float import heads, semantics, slope_functions
+from .problem_arrays import heads, semantics, slope_functions
 
 F = np.float32
 

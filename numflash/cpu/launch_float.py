@@ -5,16 +5,15 @@ Packing, options as arrays, and the rows that float32 cannot hold.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numba
 import numpy as np
 
-from ..interop.arrays import Memory, address, carray, to_float32
-from ..jit import guard, target
+from ..interop.arrays import address, carray, to_float32
+from ..jit import target
 from ..jit.memory import fresh
-from ..jit.scratch import Layout, scratch
+from ..jit.scratch import Layout
 from ..jit.threads import threads_stay
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
@@ -25,13 +24,11 @@ from .floats.flash_rows import Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS, on_lines
 from .isa.isas import padded
-from .semantics import NO_TILES, OPTION_NUMBERS, ScoreTiles, Semantics, option_numbers
+from .plan import Plan
+from .problem_arrays import at_address, heads, seen_keys, semantics
+from .semantics import OPTION_NUMBERS, Semantics, option_numbers
 
 F = np.float32
-Array = np.ndarray
-NO_LIMIT = 1 << 40
-NONE_OF: dict[type, Array] = {dtype: np.zeros((0, 0, 0, 0), dtype) for dtype in (np.uint8, F)}
-NO_SHIFT, NO_SLOPES = np.zeros((0, 0, 0), F), np.zeros((0, 0), F)
 # contiguous float32 arrays of the caller to be written, or None
 Results = tuple[np.ndarray, np.ndarray] | None
 # instruction sets with a kernel of few rows, and the vectors that it uses: bfloat16 is widened to float32
@@ -45,86 +42,6 @@ PANELS, VALUE_ROWS, WORKERS, STOPS = (
     Numbers._fields.index(name) for name in ("panels", "value_rows", "workers", "stops")
 )
 SEEN = PANELS, VALUE_ROWS  # what scratch memory's size depends on besides shapes
-
-
-def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
-    """A broadcast (B, H, L, S) view without its repetitions, but for the keys.
-
-    Contiguous, empty for None.
-    """
-    if x is None:
-        return NONE_OF[dtype]
-    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides[:3])]
-    return np.ascontiguousarray(once).view(dtype)
-
-
-def edges_and_masks(
-    problem: Problem, changed: bool = False
-) -> tuple[int, int, Array, Array, bool, Array, Array, bool, bool]:
-    """The first fields of `Semantics`, the same for floats and integers.
-
-    changed : whether scores are changed whatever the options are
-    """
-    has_mask = problem.mask is not None
-    has_bias = problem.bias is not None
-    sloped = problem.alibi_slopes is not None
-    return (
-        NO_LIMIT if problem.left is None else problem.left,
-        NO_LIMIT if problem.right is None else problem.right,
-        np.asarray(problem.diagonal, np.int64),
-        np.asarray(problem.key_lengths, np.int64),
-        changed or has_mask or has_bias or bool(problem.softcap) or sloped,
-        compact(problem.mask, np.uint8),
-        compact(problem.bias, F),
-        has_mask,
-        has_bias,
-    )
-
-
-def semantics(problem: Problem, double: bool = False) -> Semantics:
-    """The options as the float kernels take them: scores in units of log2, dense masks as bytes.
-
-    double : score functions are those of float64
-    """
-    slopes = problem.alibi_slopes
-    return Semantics(
-        *edges_and_masks(problem),
-        F(problem.softcap * LOG2E),
-        NO_SHIFT,
-        NO_SLOPES if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
-        functions=functions_of(problem, double),
-    )
-
-
-def functions_of(problem: Problem, double: bool = False) -> ScoreTiles:
-    """The score and mask functions as kernels call them."""
-    if problem.functions is None:
-        return NO_TILES
-    nb, nh, _, length, s, _, _ = problem.shape
-    return problem.functions.tiles((nb, nh, length, s), double)
-
-
-def slope_functions(problem: Problem, double: bool = False) -> ScoreTiles:
-    """The same for gradients."""
-    if problem.functions is None:
-        return NO_TILES
-    nb, nh, _, length, s, _, _ = problem.shape
-    return problem.functions.slopes((nb, nh, length, s), double)
-
-
-def seen_keys(problem: Problem) -> np.ndarray:
-    """(B,) int64: keys of each batch that some row can see."""
-    length, s = problem.shape[3:5]
-    if problem.right is None:
-        return problem.key_lengths
-    return np.minimum(
-        np.maximum(problem.diagonal + (length + problem.right), 0), problem.key_lengths
-    )
-
-
-def heads(x: np.ndarray) -> np.ndarray:
-    """(B, H, ...) to a contiguous (B * H, ...)."""
-    return np.ascontiguousarray(x).reshape(-1, *x.shape[2:])
 
 
 def run_rows(
@@ -143,22 +60,6 @@ def run_rows(
     make_attend_rows(double)(given, np.zeros(1, np.int64), out, lse)
 
 
-def without_numbers(problem: Problem) -> Problem:
-    """A copy whose query, key and value have shapes, and no memory."""
-    b, h, hkv, length, s, d, dv = problem.shape
-    shapes = (b, h, length, d), (b, hkv, s, d), (b, hkv, s, dv)
-    return problem.with_operands(*(np.broadcast_to(F(0), shape) for shape in shapes))
-
-
-def with_options(plan: Any, fields: dict[str, Any]) -> Any:
-    """A copy of a plan for a problem with other masks, lengths, slopes and sinks."""
-    copy = object.__new__(type(plan))
-    copy.__dict__.update(plan.__dict__)
-    copy.problem, copy.numbers = plan.problem.with_options(fields), plan.numbers.copy()
-    copy._set_options()
-    return copy
-
-
 def parts_of(problem: Problem, isa: str) -> int:
     """How many parts of the keys the kernel of few rows takes; 0 where the register tiles compute it."""
     nb, _, nkv, length, s, d, dv = problem.shape
@@ -168,13 +69,8 @@ def parts_of(problem: Problem, isa: str) -> int:
     return few_parts(length, nb * nkv, s)
 
 
-class FloatPlan:
-    """What equal calls have in common, decided once.
-
-    Instruction set, tasks, places in scratch memory, options as numbers.
-
-    Equal are calls of the same shapes, precision and options. A plan may be used by many threads at
-    a time.
+class FloatPlan(Plan):
+    """Instruction set, tasks, places in scratch memory, options as numbers.
 
     Parameters
     ----------
@@ -188,12 +84,13 @@ class FloatPlan:
     ----------
     operand : dtype of the arrays that a call takes: float32, or uint16 (the bits of bfloat16)
     takes : "float32" or "bfloat16" where contiguous arrays of that are what `run` takes, as they are
-    layout : of scratch memory
     """
+
+    places = PLACES
 
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
-        self.problem = without_numbers(problem)
+        self.problem = problem.without_memory()
         self.isa, self.kind = isa, operand_kind(isa)
         isa, changed, block_q = chosen_float(isa, self.kind)
         tiles = self.tiles = FLOAT_ISAS[isa]
@@ -209,21 +106,31 @@ class FloatPlan:
         self.on_lines = in_place and not parts and length * nh // nkv >= MANY_ROWS
         self.takes = None if self.on_lines or d % self.step else self.kind
         self.layout = Layout()
-        places = (  # in the order of `Numbers`
-            self.layout.add("packed keys", packed * panels * tiles.panel * words * 4),
-            self.layout.add("magnitudes of keys", packed * panels * 4),
-            self.layout.add("limits", packed * 4),
-            self.layout.add("packed values", 0 if in_place else packed * value_rows * columns * 4),
-            self.layout.add("rows to do again", n * length),
-            self.layout.add("counters", 2 * 8),
-            self.layout.add("states of parts", n * length * parts * (dv + 2) * 4),
-            self.layout.add("scores that are not finite", n * length * parts),
-            self.layout.add("lse", n * length * 4),
+        places = self.layout.add_all(
+            packed_keys=packed * panels * tiles.panel * words * 4,
+            magnitudes=packed * panels * 4,
+            limits=packed * 4,
+            packed_values=0 if in_place else packed * value_rows * columns * 4,
+            redo=n * length,
+            counter=2 * 8,
+            states=n * length * parts * (dv + 2) * 4,
+            spoiled=n * length * parts,
+            lse=n * length * 4,
         )
-        sizes = (*self.shape, words, panels, columns, value_rows, 1, block_q, parts)
-        no_options = (0,) * (1 + OPTION_NUMBERS)
-        self.numbers = np.array((*sizes, *places, *no_options), np.int64)  # as `Numbers`
-        self._set_options()
+        numbers = Numbers(
+            *self.shape,
+            words=words,
+            panels=panels,
+            columns=columns,
+            value_rows=value_rows,
+            workers=1,
+            block_q=block_q,
+            parts=parts,
+            stops=0,
+            **places,
+        )
+        self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
+        self.set_options()
         self.factors = np.array((problem.scale * LOG2E, self.options.softcap), np.float64)
         self.call = (
             make_few_call(FEW_ROWS_BY[self.isa], self.kind)
@@ -236,7 +143,7 @@ class FloatPlan:
         tiles = self.tiles
         return max(1, -(-seen // tiles.panel)), max(1, padded(seen, tiles.step) // tiles.group)
 
-    def _set_options(self) -> None:
+    def set_options(self) -> None:
         """Write what depends on masks, lengths and slopes into the numbers."""
         nb, nh, _, length, _, d, dv = self.shape
         self.options = semantics(self.problem)  # numbers hold addresses of its arrays
@@ -254,7 +161,7 @@ class FloatPlan:
 
         None if it needs more scratch memory: more keys are seen.
         """
-        plan: FloatPlan = with_options(self, fields)
+        plan = self.with_options(fields)
         fits = self.parts or all(plan.numbers[n] <= self.numbers[n] for n in SEEN)
         return plan if fits else None
 
@@ -282,19 +189,10 @@ class FloatPlan:
 
     def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
         """The same for addresses."""
-        room = scratch.take(self.layout.nbytes)
-        numbers = self.numbers
-        at = room.address
-        try:
-            if guard.ON:
-                numbers = numbers.copy()
-                buffers = self.layout.guarded()
-                numbers[PLACES] = [x.ctypes.data - at for x in buffers]
-            lse = lse if with_lse else at + int(numbers[LSE])
-            if threads_stay(self.call, q, k, v, out, lse, at, numbers, self.factors):
-                self.rescue(q, k, v, out, lse, at + int(numbers[REDO]))
-        finally:
-            scratch.give(room)
+        with self.scratch() as (room, numbers):
+            lse = lse if with_lse else room + int(numbers[LSE])
+            if threads_stay(self.call, q, k, v, out, lse, room, numbers, self.factors):
+                self.rescue(q, k, v, out, lse, room + int(numbers[REDO]))
 
     def rescue(self, q: int, k: int, v: int, out: int, lse: int, redo: int) -> None:
         """Do the rows that float32 cannot hold again in float64.
@@ -304,8 +202,7 @@ class FloatPlan:
         nb, nh, nkv, length, s, d, dv = self.shape
         kind = self.operand.str
         width = padded(d, self.step)
-        problem = replace(
-            self.problem,
+        problem = self.problem.with_operands(
             query=at_address(q, (nb, nh, length, d), kind),
             key=at_address(k, (nb, nkv, s, width), kind)[..., :d],
             value=at_address(v, (nb, nkv, s, dv), kind),
@@ -316,11 +213,6 @@ class FloatPlan:
             at_address(lse, (nb * nh, length), "=f4"),
         )
         run_rows(problem, semantics(problem, double=True), True, todo, *to)
-
-
-def at_address(address: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
-    """The array at an address."""
-    return np.asarray(Memory(address, shape, None, typestr))
 
 
 def isa_of(problem: Problem, isa: str | None = None) -> str:

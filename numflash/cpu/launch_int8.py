@@ -7,15 +7,13 @@ caller or the general way (`general_int8`), and only packed here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..interop.arrays import Memory
-from ..jit import guard
 from ..jit.memory import fresh
-from ..jit.scratch import Layout, scratch
+from ..jit.scratch import Layout
 from ..jit.threads import threads_stay
 from ..numerics import fixedpoint as fx
 from ..numerics.fixedpoint import FIRST_KEYS
@@ -30,15 +28,17 @@ from .int8.quantize import rows_of
 from .int8.quantize_rows import LANES
 from .int8.quantize_values import value_type
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
-from .launch_float import Results, at_address, seen_keys, with_options, without_numbers
+from .launch_float import Results
+from .plan import Plan
+from .problem_arrays import at_address, seen_keys
 from .semantics import OPTION_NUMBERS, option_numbers
 
 F = np.float32
 WORKERS = Numbers._fields.index("workers")
 
 
-class Int8Plan:
-    """What equal calls have in common, decided once, as in `launch_float.FloatPlan`.
+class Int8Plan(Plan):
+    """Instruction set, places in scratch memory, options as numbers.
 
     Parameters
     ----------
@@ -51,8 +51,9 @@ class Int8Plan:
     Attributes
     ----------
     takes : "float32" where contiguous arrays of that are what `run` takes, as they are
-    layout : of scratch memory
     """
+
+    places = PLACES
 
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
@@ -62,7 +63,7 @@ class Int8Plan:
         dtype = problem.query.data.dtype if ready else problem.query.dtype
         self.operand = np.dtype(dtype if dtype in (np.int8, np.uint16) else F)
         self.takes = "float32" if self.operand == F else None
-        self.problem = without_numbers(problem)
+        self.problem = problem.without_memory()
         n = nb * nh
         n_kv = nb * nkv
         description = VECTOR_ISAS[isa]
@@ -74,40 +75,42 @@ class Int8Plan:
         first_rows = 0 if problem.pv in fx.FLOAT_VALUES else n_kv * FIRST_KEYS
         value_size = np.dtype(value_type(isa, problem.pv)).itemsize
         self.layout = Layout()
-        places = (  # in the order of `Numbers`
-            self.layout.add("quantised query", 0 if ready else n * length * d),
-            self.layout.add("scales of the query", 0 if ready else n * length * 4),
-            self.layout.add("scales of scores", n * length * 4),
-            self.layout.add("packed keys", n_kv * keys * channels * size),
-            self.layout.add("starts of sums", n_kv * keys * 4),
-            self.layout.add("scales of keys", n_kv * keys * 4),
-            self.layout.add("blocks of wide keys", n_kv * keys // KEY_BLOCK),
-            self.layout.add("packed values", n_kv * keys * columns * value_size),
-            self.layout.add("first keys", first_rows * d * 2),
-            self.layout.add("scales of first keys", first_rows * 4),
-            self.layout.add("first values", first_rows * columns * 4),
-            self.layout.add("scales of values", 0 if ready else n_kv * dv * 4),
-            self.layout.add("mean of keys", 0 if ready else n_kv * d * 4),
-            self.layout.add("octaves", n * length * 4),
-            self.layout.add("sums of weights", n * length * 4),
-            self.layout.add("counter", 8),
+        places = self.layout.add_all(
+            q=0 if ready else n * length * d,
+            q_scale=0 if ready else n * length * 4,
+            scores_scale=n * length * 4,
+            packed_keys=n_kv * keys * channels * size,
+            starts=n_kv * keys * 4,
+            key_scale=n_kv * keys * 4,
+            wide=n_kv * keys // KEY_BLOCK,
+            packed_values=n_kv * keys * columns * value_size,
+            first_keys=first_rows * d * 2,
+            first_scale=first_rows * 4,
+            first_values=first_rows * columns * 4,
+            value_scale=0 if ready else n_kv * dv * 4,
+            offset=0 if ready else n_kv * d * 4,
+            m=n * length * 4,
+            l=n * length * 4,
+            counter=8,
         )
-        strides = (strides_of(shape, self.operand.itemsize) for shape in self.shapes())
-        numbers = (  # in the order of `Numbers`
+        strides = {
+            f"{x}_{axis}": step
+            for x, shape in zip("qkv", self.shapes(), strict=True)
+            for axis, step in strides_of(shape, self.operand.itemsize).items()
+        }
+        numbers = Numbers(
             *self.shape,
-            keys,
-            channels,
-            columns,
-            problem.smooths,
-            problem.first_keys if first_rows else 0,
-            1,
-            stream_of(problem, isa),
-            *(step for steps in strides for step in steps[:3]),
-            *places,
-            *(0,) * OPTION_NUMBERS,
+            packed_length=keys,
+            channels=channels,
+            columns=columns,
+            smooth=problem.smooths,
+            first_count=problem.first_keys if first_rows else 0,
+            workers=1,
+            stream=stream_of(problem, isa),
+            **(strides | places),
         )
-        self.numbers = np.array(numbers, np.int64)
-        self._set_options()
+        self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
+        self.set_options()
         unit = score_unit(problem.scale, problem.softcap)
         self.factors = np.array((unit, self.options.softcap), np.float64)
         if ready:
@@ -116,7 +119,7 @@ class Int8Plan:
             kind = "bfloat16" if self.operand == np.uint16 else "float32"
             self.call = make_float_call(isa, kind, problem.pv, *rows)
 
-    def _set_options(self) -> None:
+    def set_options(self) -> None:
         """Write what depends on masks, lengths and slopes into the numbers."""
         nb, nh, _, length, _, d, dv = self.shape
         self.options = semantics(self.problem, False, None)  # numbers hold addresses of its arrays
@@ -126,8 +129,7 @@ class Int8Plan:
 
     def for_options(self, fields: dict[str, Any]) -> Int8Plan:
         """The plan of a problem whose `fields`, as of `validation.described`, are others."""
-        plan: Int8Plan = with_options(self, fields)
-        return plan
+        return self.with_options(fields)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of query, key and value."""
@@ -188,19 +190,11 @@ class Int8Plan:
     def _run(
         self, operands: tuple[int, ...], numbers: np.ndarray, out: int, lse: int, ready: Any = None
     ) -> None:
-        room = scratch.take(self.layout.nbytes)
-        at = room.address
-        try:
-            if guard.ON:
-                numbers = numbers.copy()
-                buffers = self.layout.guarded()
-                numbers[PLACES] = [x.ctypes.data - at for x in buffers]
-            if threads_stay(self.call, operands, out, at, numbers, self.factors):
-                self._go_the_general_way(operands, numbers, out, lse, ready)
+        with self.scratch(numbers) as (room, numbers):
+            if threads_stay(self.call, operands, out, room, numbers, self.factors):
+                self._run_general(operands, numbers, out, lse, ready)
             elif lse:
-                self._write_lse(at, numbers, lse, ready)
-        finally:
-            scratch.give(room)
+                self._write_lse(room, numbers, lse, ready)
 
     def _write_lse(self, room: int, numbers: np.ndarray, lse: int, ready: Any) -> None:
         nb, nh, nkv, length, _, d, _ = self.shape
@@ -221,7 +215,7 @@ class Int8Plan:
         one = fx.WEIGHT_ONE[self.problem.pv]
         at_address(lse, rows, "=f4")[...] = log_sum_exp(m, l, shift, one)
 
-    def _go_the_general_way(
+    def _run_general(
         self, operands: Sequence[int], numbers: np.ndarray, out: int, lse: int, ready: Any
     ) -> None:
         if ready is None:
@@ -232,7 +226,7 @@ class Int8Plan:
                 for at, shape, step in zip(operands, self.shapes(), steps, strict=True)
             )
         query, key, value = ready
-        problem = replace(self.problem, query=query, key=key, value=value)
+        problem = self.problem.with_operands(query, key, value)
         nb, nh, _, length, _, _, dv = self.shape
         to = at_address(out, (nb, nh, length, dv), "=f4")
         _, found = run_general(problem, self.isa, to)
@@ -240,11 +234,11 @@ class Int8Plan:
             at_address(lse, (nb, nh, length), "=f4")[...] = found
 
 
-def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides of a contiguous array."""
+def strides_of(shape: tuple[int, ...], itemsize: int) -> dict[str, int]:
+    """Bytes from one batch entry, head and row of a contiguous array to the next."""
     _, heads, rows, columns = shape
     row = columns * itemsize
-    return heads * rows * row, rows * row, row, itemsize
+    return {"batch": heads * rows * row, "head": rows * row, "row": row}
 
 
 def is_plain(problem: Problem, isa: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
     if impl == "reference":
         from .. import reference
 
-        out, lse = reference.solve(replace(problem, sinks=None))
+        out, lse = reference.solve(problem.changed(sinks=None))
         return out.astype(np.float32), lse_as_float32(lse)
     if impl in ON_CPU:
         refuse_after_fork()

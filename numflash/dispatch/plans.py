@@ -343,7 +343,7 @@ def runner_of(problem: Problem, impl: str) -> Any:
     from ..cpu import launch
 
     lengths = {"key_lengths": problem.key_lengths, "diagonal": problem.diagonal}
-    return launch.runner(problem.with_options(NO_ARRAYS | lengths))
+    return launch.runner(problem.changed(**NO_ARRAYS | lengths))
 
 
 def keep(
@@ -397,7 +397,7 @@ problems: Store[Problem] = Store()
 
 def keep_problem(key: Any, problem: Problem) -> None:
     """Keep the problem of gradients that have been computed, without its arrays."""
-    problems.keep(key, problem.with_operands(None, None, None).with_options(NO_ARRAYS))
+    problems.keep(key, problem.with_operands(None, None, None).changed(**NO_ARRAYS))
 
 
 def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,10 +55,10 @@ def of_sequences(
     prepared = prepare(score_mod, mask_mod)
 
     def functions(problem: Problem, numbers: list[int]) -> Problem:
-        problem = replace(problem, softcap=whole.softcap)
+        problem = problem.changed(softcap=whole.softcap)
         if score_mod is None and mask_mod is None:
             return problem
-        return problem.with_functions(Fused(prepared, batch=np.array(numbers, np.int64)))
+        return problem.changed(functions=Fused(prepared, batch=np.array(numbers, np.int64)))
 
     return functions
 
@@ -73,7 +72,7 @@ def with_functions(
     _supported(problem, impl)
     if block_mask is None:
         problem, score_mod = _with_option(problem, score_mod)
-    return problem.with_functions(fuse(score_mod, block_mask, problem))
+    return problem.changed(functions=fuse(score_mod, block_mask, problem))
 
 
 def _with_option(
@@ -83,7 +82,7 @@ def _with_option(
     if score_mod is None or problem.precision != "int8":
         return problem, score_mod
     cap = prepare(score_mod, None).cap
-    return (replace(problem, softcap=cap), None) if cap else (problem, score_mod)
+    return (problem.changed(softcap=cap), None) if cap else (problem, score_mod)
 
 
 def _supported(problem: Problem, impl: str) -> None:

@@ -59,6 +59,10 @@ class Layout:
             )
         return at
 
+    def add_all(self, **sizes: int) -> dict[str, int]:
+        """Where arrays of so many bytes start, by name."""
+        return {name: self.add(name, nbytes) for name, nbytes in sizes.items()}
+
     def guarded(self) -> list[np.ndarray]:
         """For `guard`: a buffer of its own for each array."""
         return [
@@ -147,3 +151,29 @@ class Scratch(threading.local):
 
 
 scratch = Scratch()
+
+
+class in_scratch:
+    """Scratch memory of one compiled call: its address, and the call's numbers.
+
+    Parameters
+    ----------
+    layout : of the memory
+    numbers : int64 array that the call reads
+    places : where in the numbers the places of the layout's arrays stand
+    """
+
+    def __init__(self, layout: Layout, numbers: np.ndarray, places: slice) -> None:
+        self.layout, self.numbers, self.places = layout, numbers, places
+
+    def __enter__(self) -> tuple[int, np.ndarray]:
+        self.room = scratch.take(self.layout.nbytes)
+        address, numbers = self.room.address, self.numbers
+        if guard.ON:  # each array has a buffer of its own, anywhere in memory
+            numbers = numbers.copy()
+            self.buffers = self.layout.guarded()
+            numbers[self.places] = [x.ctypes.data - address for x in self.buffers]
+        return address, numbers
+
+    def __exit__(self, *error: object) -> None:
+        scratch.give(self.room)

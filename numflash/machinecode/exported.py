@@ -23,7 +23,7 @@ from ..cpu.int8.packing import PackedKeys
 from ..cpu.isa import fexpa
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..cpu.isa.operands import Packed, Rows, Scales
-from ..cpu.launch_float import NO_LIMIT
+from ..cpu.problem_arrays import NO_LIMIT
 from ..cpu.semantics import Semantics, no_tiles
 from ..jit.memory import array_at
 from ..numerics import scores as score_rules

@@ -125,8 +125,7 @@ class Plan:
         none of its first ones, although they come first in this problem.
         """
         p = self.problem
-        return replace(
-            p,
+        return p.changed(
             query=take(query, rows),
             key=key,
             value=value,
@@ -225,7 +224,7 @@ def make_plan(
     if options.alignment == "lower_right":
         diagonal = counts - queries.length
     return Plan(
-        replace(p, left=left, right=right, diagonal=diagonal, key_lengths=counts),
+        p.changed(left=left, right=right, diagonal=diagonal, key_lengths=counts),
         queries,
         keys,
         comm.rank,

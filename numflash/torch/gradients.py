@@ -116,7 +116,7 @@ def _again(
     taken = [x.numpy() for x in tensors] if whole else plans.taken_in(*tensors)
     problem = known.with_operands(*plans.shaped(taken, "bhld", known.precision))
     if hold_tensors(options):
-        problem = problem.with_options(fields(options, query, key))
+        problem = problem.changed(**fields(options, query, key))
     return problem
 
 

@@ -76,23 +76,21 @@ class Problem:
         """Whether INT8 may take the mean off K: nothing but the softmax uses the scores."""
         return not self.softcap and (self.functions is None or not self.functions.changes_scores)
 
-    def with_functions(self, functions: Any) -> Problem:
-        """A copy with score and mask functions."""
-        return self._copied(functions=functions)
-
-    def with_options(self, fields: dict[str, Any]) -> Problem:
-        """A copy with other masks, lengths, slopes and sinks, as `option_arrays.described` gives them."""
-        return self._copied(**fields)
+    def changed(self, **fields: Any) -> Problem:
+        """A copy with other fields, in a third of the time of `dataclasses.replace`."""
+        copy = object.__new__(Problem)
+        copy.__dict__.update(self.__dict__, **fields)
+        return copy
 
     def with_operands(self, query: Any, key: Any, value: Any) -> Problem:
         """A copy with other operands of the same shapes."""
-        return self._copied(query=query, key=key, value=value)
+        return self.changed(query=query, key=key, value=value)
 
-    def _copied(self, **changed: Any) -> Problem:
-        """Cheaper than `dataclasses.replace`."""
-        copy = object.__new__(Problem)
-        copy.__dict__.update(self.__dict__, **changed)
-        return copy
+    def without_memory(self) -> Problem:
+        """A copy whose query, key and value have shapes, and no memory."""
+        b, h, hkv, length, s, d, dv = self.shape
+        shapes = (b, h, length, d), (b, hkv, s, d), (b, hkv, s, dv)
+        return self.with_operands(*(np.broadcast_to(np.float32(0), shape) for shape in shapes))
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int, int]:

@@ -6,7 +6,6 @@ Sequences of similar lengths are padded to one length and share a call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,8 +110,7 @@ def _batch(
     Filled up with any rows.
     """
     slopes = whole.alibi_slopes
-    return replace(
-        whole,
+    return whole.changed(
         query=gathered(whole.query, at_q, l),
         key=gathered(whole.key, at_k, s),
         value=gathered(whole.value, at_k, s),

@@ -644,7 +644,7 @@ MUTANTS = [
     ),
     Mutant(
         "dispatch/plans.py",
-        "launch.runner(problem.with_options(NO_ARRAYS | lengths))",
+        "launch.runner(problem.changed(**NO_ARRAYS | lengths))",
         "launch.runner(problem)",
         "tests/test_plans.py",
     ),

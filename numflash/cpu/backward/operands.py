@@ -12,7 +12,7 @@ from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LOG2E
 from ...tiling import Buffer
 from ...validation import Problem
-from ..launch_float import NO_LIMIT, slope_functions
+from ..problem_arrays import NO_LIMIT, slope_functions
 from ..semantics import ScoreTiles
 
 F = np.float32

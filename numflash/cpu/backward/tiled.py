@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ...jit import guard
-from ...jit.scratch import Layout, scratch
+from ...jit.scratch import Layout, in_scratch
 from ...jit.threads import threads_stay
 from ...numerics.fixedpoint import LOG2E
 from ...tiling import Store
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import padded
-from ..launch_float import at_address
+from ..problem_arrays import at_address
 from ..semantics import Semantics, option_numbers
 from . import flash_backward
 from .call import PLACES, Numbers, make_call
@@ -61,10 +60,10 @@ class GradientPlan:
         shared = nb * nh if nh > nkv else 0
         kinds |= {"copies_dk": (F, (shared, s, d)), "copies_dv": (F, (shared, s, dv))}
         self.layout = Layout()
-        places = {
-            name: self.layout.add(f"backward {name}", math.prod(of) * np.dtype(kind).itemsize)
-            for name, (kind, of) in kinds.items()
+        sizes = {
+            name: math.prod(of) * np.dtype(kind).itemsize for name, (kind, of) in kinds.items()
         }
+        places = self.layout.add_all(**sizes)
         self.options = options_of(problem)  # the numbers hold the addresses of its arrays
         numbers = Numbers(*shape, *columns, workers, splits, bounds(problem), **places)
         self.numbers = np.array((*numbers, *option_numbers(_flat(self.options))), np.int64)
@@ -84,26 +83,17 @@ class GradientPlan:
         -------
         skip (N, L) bool, exact_delta (N, L) float64 as in `held.Found`; None where all are held
         """
-        room, numbers = scratch.take(self.layout.nbytes), self.numbers
-        try:
-            if guard.ON:
-                numbers = numbers.copy()
-                buffers = self.layout.guarded()
-                numbers[PLACES] = [x.ctypes.data - room.address for x in buffers]
-            if not threads_stay(self.call, *operands, room.address, numbers, self.reals):
+        with in_scratch(self.layout, self.numbers, PLACES) as (room, numbers):
+            if not threads_stay(self.call, *operands, room, numbers, self.reals):
                 return None
             nb, nh, _, length, _, _, _ = self.shape
             skip, delta = (
                 at_address(
-                    room.address + int(numbers[Numbers._fields.index(name)]),
-                    (nb * nh, length),
-                    kind,
+                    room + int(numbers[Numbers._fields.index(name)]), (nb * nh, length), kind
                 ).copy()
                 for name, kind in (("skip", "|b1"), ("exact_delta", "=f8"))
             )
             return skip, delta
-        finally:
-            scratch.give(room)
 
 
 _plans: Store[GradientPlan] = Store()

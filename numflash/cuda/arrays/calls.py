@@ -112,7 +112,7 @@ def _forward(
             raise ArgumentError(
                 f"sinks: got shape {there.shape}; allowed: contiguous (H,) = ({h},)"
             )
-        problem = replace(problem, sinks=there)
+        problem = problem.changed(sinks=there)
     turned = options.layout == "blhd"
     made: list[Made] = []
 

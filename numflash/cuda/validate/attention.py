@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ def _some_heads(problem: Problem, found: list[np.ndarray]) -> tuple[Problem, lis
         "diagonal": problem.diagonal[-1:],
         "key_lengths": problem.key_lengths[-1:],
     }
-    return replace(problem, **operands, **places), [x[some] for x in found]
+    return problem.changed(**operands, **places), [x[some] for x in found]
 
 
 def emulators(kind: str, case: Case, arch: str) -> list[np.ndarray] | None:
@@ -82,7 +81,7 @@ def forward_check(case: Case, arch: str, emulated: bool) -> Step:
 
     def plans() -> tuple[Problem, Launch, Problem]:
         problem = problem_of(shape, precision, options)
-        alone = replace(problem, sinks=None)  # host memory gets them from the caller
+        alone = problem.changed(sinks=None)  # host memory gets them from the caller
         return problem, launch.plan(alone, arch), floats_of(shape, precision, options)
 
     def kernels() -> set[Key]:
@@ -92,7 +91,7 @@ def forward_check(case: Case, arch: str, emulated: bool) -> Step:
     def run(device: Device) -> Iterator[Row]:
         problem, work, floats = plans()
         emulator = emulators("forward", case, arch) if emulated else None
-        row = compared(device, replace(problem, sinks=None), work, emulator)
+        row = compared(device, problem.changed(sinks=None), work, emulator)
         found, parts = on_the_card.solved(floats)
         there = compare.on_the_card(problem, found, work.finish(), parts)
         yield row | {"on_the_card": there, "passed": row["passed"] and there["passed"]}

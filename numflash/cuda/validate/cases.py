@@ -208,7 +208,7 @@ def floats_of(
         return problem
     # by name: `flex` stands above `cuda`, and only this problem needs it
     flex = importlib.import_module("numflash.flex.attention")
-    return problem.with_functions(flex.fuse(distance, None, problem))
+    return problem.changed(functions=flex.fuse(distance, None, problem))
 
 
 def problem_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ def floats(problem: Problem) -> Problem:
     wide: dict[str, Any] = {
         name: widen(getattr(problem, name)) for name in ("query", "key", "value")
     }
-    return replace(problem, **wide)
+    return problem.changed(**wide)
 
 
 def distance(found: np.ndarray, exact: np.ndarray) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -97,7 +96,7 @@ def problem_of(precision: str, options: dict[str, Any]) -> Problem:
     """The problem on float16 arrays, for precision "int8" too."""
     problem = floats_of(SHAPE, precision, options)
     halves = {x: getattr(problem, x).astype(np.float16) for x in ("query", "key", "value")}
-    return replace(problem, **halves)
+    return problem.changed(**halves)
 
 
 def checks(arch: str) -> Iterator[Step]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +50,7 @@ def prepared(problem: Problem) -> tuple[Card, Callable[[], None], Results]:
     arrays = {name: getattr(problem, name) for name in names}
     there: dict[str, Any] = {k: _there(card, x) for k, x in arrays.items() if x is not None}
     card.synchronise()
-    steps, results = launches(replace(problem, **there), card, card.zeros)
+    steps, results = launches(problem.changed(**there), card, card.zeros)
 
     def work() -> None:
         for step in steps:

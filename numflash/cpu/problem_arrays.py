@@ -1,0 +1,101 @@
+"""What kernels read of a problem: its options as arrays and limits, its operands by heads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..interop.arrays import Memory
+from ..numerics.fixedpoint import LOG2E
+from ..validation import Problem
+from .semantics import NO_TILES, ScoreTiles, Semantics
+
+F = np.float32
+Array = np.ndarray
+NO_LIMIT = 1 << 40  # of a window's side: no sequence has so many tokens
+NONE_OF: dict[type, Array] = {dtype: np.zeros((0, 0, 0, 0), dtype) for dtype in (np.uint8, F)}
+NO_SHIFT, NO_SLOPES = np.zeros((0, 0, 0), F), np.zeros((0, 0), F)
+
+
+def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
+    """A broadcast (B, H, L, S) view without its repetitions, but for the keys.
+
+    Contiguous, empty for None.
+    """
+    if x is None:
+        return NONE_OF[dtype]
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides[:3])]
+    return np.ascontiguousarray(once).view(dtype)
+
+
+def edges_and_masks(
+    problem: Problem, changed: bool = False
+) -> tuple[int, int, Array, Array, bool, Array, Array, bool, bool]:
+    """The first fields of `Semantics`, the same for floats and integers.
+
+    changed : whether scores are changed whatever the options are
+    """
+    has_mask = problem.mask is not None
+    has_bias = problem.bias is not None
+    sloped = problem.alibi_slopes is not None
+    return (
+        NO_LIMIT if problem.left is None else problem.left,
+        NO_LIMIT if problem.right is None else problem.right,
+        np.asarray(problem.diagonal, np.int64),
+        np.asarray(problem.key_lengths, np.int64),
+        changed or has_mask or has_bias or bool(problem.softcap) or sloped,
+        compact(problem.mask, np.uint8),
+        compact(problem.bias, F),
+        has_mask,
+        has_bias,
+    )
+
+
+def semantics(problem: Problem, double: bool = False) -> Semantics:
+    """The options as the float kernels take them: scores in units of log2, dense masks as bytes.
+
+    double : score functions are those of float64
+    """
+    slopes = problem.alibi_slopes
+    return Semantics(
+        *edges_and_masks(problem),
+        F(problem.softcap * LOG2E),
+        NO_SHIFT,
+        NO_SLOPES if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
+        functions=functions_of(problem, double),
+    )
+
+
+def functions_of(problem: Problem, double: bool = False) -> ScoreTiles:
+    """The score and mask functions as kernels call them."""
+    if problem.functions is None:
+        return NO_TILES
+    nb, nh, _, length, s, _, _ = problem.shape
+    return problem.functions.tiles((nb, nh, length, s), double)
+
+
+def slope_functions(problem: Problem, double: bool = False) -> ScoreTiles:
+    """The same for gradients."""
+    if problem.functions is None:
+        return NO_TILES
+    nb, nh, _, length, s, _, _ = problem.shape
+    return problem.functions.slopes((nb, nh, length, s), double)
+
+
+def seen_keys(problem: Problem) -> np.ndarray:
+    """(B,) int64: keys of each batch that some row can see."""
+    length, s = problem.shape[3:5]
+    if problem.right is None:
+        return problem.key_lengths
+    return np.minimum(
+        np.maximum(problem.diagonal + (length + problem.right), 0), problem.key_lengths
+    )
+
+
+def heads(x: np.ndarray) -> np.ndarray:
+    """(B, H, ...) to a contiguous (B * H, ...)."""
+    return np.ascontiguousarray(x).reshape(-1, *x.shape[2:])
+
+
+def at_address(address: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
+    """The array at an address."""
+    return np.asarray(Memory(address, shape, None, typestr))
