@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import validation
-from .dispatch import plans
+from .dispatch import call_keys, plan_store
 from .dispatch.backends import solve, solve_backward
 from .dispatch.option_gradients import OPERANDS, of_mask, of_sinks, refuse_on_card, split_wrt
 from .errors import ArgumentError, UnsupportedError
@@ -126,8 +126,8 @@ def attention(
         layout,
         return_lse,
     )
-    call = plans.key_of(query, key, value, given, impl)
-    plan = plans.find(call)
+    call = call_keys.key_of(query, key, value, given, impl)
+    plan = plan_store.find(call)
     if plan is not None:
         found = plan(query, key, value, (attn_mask, key_lengths, alibi_slopes, sinks))
         if found is not None:
@@ -136,7 +136,7 @@ def attention(
 
 
 def attend(
-    query: Any, key: Any, value: Any, options: Options, impl: str, call: plans.Key = None
+    query: Any, key: Any, value: Any, options: Options, impl: str, call: call_keys.Key = None
 ) -> Any:
     """`attention` with its options checked.
 
@@ -151,13 +151,13 @@ def attend(
     problem = validation.problem_of(taken, options)
     out, lse = (restore(x, taken[0].array.ndim, options.layout) for x in solve(problem, impl))
     if call is not None:
-        plans.keep(call, problem, taken, options, impl)
+        plan_store.keep(call, problem, taken, options, impl)
     return deliver(out, lse, taken[0], options.return_lse)
 
 
-def _kept(call: plans.Key) -> Any:
+def _kept(call: call_keys.Key) -> Any:
     """What keeps the plan of a call on a card; None for a call that leaves none."""
-    return None if call is None else functools.partial(plans.keep_made, call)
+    return None if call is None else functools.partial(plan_store.keep_made, call)
 
 
 def attention_backward(
@@ -276,7 +276,7 @@ def differentiate(
     options: Options,
     impl: str,
     functions: tuple[Any, Any] = (None, None),
-    call: plans.Key = None,
+    call: call_keys.Key = None,
     wrt: Sequence[str] = OPERANDS,
     tables: Any = None,
 ) -> tuple[Any, ...]:
@@ -358,8 +358,8 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     ------
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
-    call = plans.key_of_quantized(query, key, value, options, impl)
-    plan = plans.find(call)
+    call = call_keys.key_of_quantized(query, key, value, options, impl)
+    plan = plan_store.find(call)
     if plan is not None:
         return plan(query, key, value, options)
     choice("impl", impl, IMPLS)
@@ -369,7 +369,7 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     ndim = query.data.ndim
     out, lse = solve(problem, impl)
     if call is not None:
-        plans.keep_quantized(call, problem, ndim, asked, impl)
+        plan_store.keep_quantized(call, problem, ndim, asked, impl)
     return (
         (restore(out, ndim, "bhld"), restore(lse, ndim, "bhld"))
         if problem.return_lse
@@ -438,8 +438,10 @@ def attention_varlen(
     call = None
     if score_mod is mask_mod is None:
         given = (is_causal, return_lse, *options.items())
-        call = plans.key_of_packed((query, key, value), (cu_seqlens_q, cu_seqlens_k), given, impl)
-        plan = plans.find(call)
+        call = call_keys.key_of_packed(
+            (query, key, value), (cu_seqlens_q, cu_seqlens_k), given, impl
+        )
+        plan = plan_store.find(call)
         if plan is not None:
             return plan(query, key, value)
     named = ("is_causal", "return_lse", "impl", "score_mod", "mask_mod")
@@ -476,7 +478,7 @@ def attention_varlen(
             validation.scattered(lse, part_lse, cu_q, chosen)
         parts.append((problem, chosen))
     if call is not None:
-        plans.keep_packed(call, parts, (cu_q, cu_k), operands[0], asked, impl)
+        plan_store.keep_packed(call, parts, (cu_q, cu_k), operands[0], asked, impl)
     return deliver(out, lse, operands[0], return_lse)
 
 

@@ -14,7 +14,7 @@ from oracles import naive, qkv
 
 import numflash
 from numflash.cpu import launch, launch_float
-from numflash.dispatch import plans
+from numflash.dispatch import plan_store
 from numflash.errors import ArgumentError, NumflashError
 from numflash.jit import scratch
 from numflash.validation import problem
@@ -25,9 +25,9 @@ Q, K, V = qkv(b=2, h=4, l=37, s=53, d=24, hkv=2)
 
 def both(*arrays, **options):
     """The first call's result, after the second's has proved equal."""
-    plans._plans.plans.clear()
+    plan_store._plans.plans.clear()
     first = numflash.attention(*arrays, **options)
-    assert len(plans._plans.plans) == 1
+    assert len(plan_store._plans.plans) == 1
     second = numflash.attention(*arrays, **options)
     pairs = [(first, second)] if isinstance(first, np.ndarray) else zip(first, second, strict=True)
     for a, b in pairs:
@@ -90,16 +90,16 @@ def test_arrays_among_the_options_are_looked_at_in_every_call(name, precision):
     options = {"enable_gqa": True, "precision": precision, "return_lse": True}
     want = []
     for given in ARRAYS[name]:
-        plans._plans.plans.clear()
+        plan_store._plans.plans.clear()
         want.append(numflash.attention(Q, K, V, **options, **given))
-        assert len(plans._plans.plans) == 1
+        assert len(plan_store._plans.plans) == 1
         out, lse = naive(Q, K, V, **given)
         seen = np.isfinite(lse)
         limit = {"float32": 1e-5}.get(precision, 0.05) * abs(out).sum()
         assert abs(want[-1][0] - out).sum() < limit
         assert np.array_equal(seen, np.isfinite(want[-1][1]))
         assert abs(want[-1][1][seen] - lse[seen]).max() < {"float32": 1e-5}.get(precision, 0.1)
-    plans._plans.plans.clear()
+    plan_store._plans.plans.clear()
     for n in (0, 1, 0, 1):
         found = numflash.attention(Q, K, V, **options, **ARRAYS[name][n])
         for a, b in zip(found, want[n], strict=True):
@@ -146,7 +146,7 @@ def test_wrong_arrays_among_the_options_of_an_equal_call():
     for name, value in wrong:
         words = []
         for planned in (False, True):
-            plans._plans.plans.clear()
+            plan_store._plans.plans.clear()
             if planned:
                 numflash.attention(Q, K, V, enable_gqa=True, **good)
                 numflash.attention(Q, K, V, enable_gqa=True, **good | {"attn_mask": frozen})
@@ -187,11 +187,11 @@ def test_sequences_cut_alike(precision, monkeypatch):
     options = {"is_causal": True, "alignment": "lower_right", "enable_gqa": True}
     options |= {"return_lse": True, "precision": precision}
     kept = []
-    keep = plans.Store.keep
-    monkeypatch.setattr(plans.Store, "keep", lambda *args: kept.append(args[1]) or keep(*args))
+    keep = plan_store.Store.keep
+    monkeypatch.setattr(plan_store.Store, "keep", lambda *args: kept.append(args[1]) or keep(*args))
     cu_q, cu_k = np.array([0, 9, 9, 18, 74]), np.array([0, 30, 31, 61, 106])
     for _ in range(2):
-        plans._plans.plans.clear()
+        plan_store._plans.plans.clear()
         first = numflash.attention_varlen(q, k, v, cu_q, cu_k, **options)
         again = numflash.attention_varlen(q, k, v, cu_q, cu_k, **options)
         for a, b in zip(first, again, strict=True):
@@ -311,10 +311,10 @@ def test_memory_that_no_address_reaches():
 
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr("numflash.tiling.store.MOST", 3)
-    plans._plans.plans.clear()
+    plan_store._plans.plans.clear()
     for n in range(1, 8):
         numflash.attention(Q[:, :, :n], K, V, enable_gqa=True)
-    assert len(plans._plans.plans) == 3
+    assert len(plan_store._plans.plans) == 3
     for n in range(1, 8):
         out = numflash.attention(Q[:, :, :n], K, V, enable_gqa=True)
         np.testing.assert_allclose(out, naive(Q, K, V)[0][:, :, :n], atol=1e-5)
@@ -370,7 +370,7 @@ def test_threads_share_a_plan():
 def test_quantised_operands_leave_a_plan(ndim, options):
     q, k, v = (x[(0,) * (4 - ndim)] for x in qkv(b=1, h=2, l=37, s=153, d=24, dv=40))
     operands = numflash.quantize_qkv(q, k, v)
-    plans._plans.plans.clear()
+    plan_store._plans.plans.clear()
     first = numflash.attention_int8(*operands, **options)  # their parts are looked at
     want = numflash.attention_int8(*operands, impl="reference", **options)
     for _ in range(2):
@@ -378,7 +378,7 @@ def test_quantised_operands_leave_a_plan(ndim, options):
         for x in (first, again):
             for a, b in zip(x, want, strict=True):
                 np.testing.assert_array_equal(a, b)
-    assert len(plans._plans.plans) == 1
+    assert len(plan_store._plans.plans) == 1
 
 
 def test_strided_finer_digits_of_quantised_operands():
@@ -417,12 +417,12 @@ def test_quantised_operands_without_a_plan():
         (other, {"key_lengths": [3]}),
         (other, {"softcap": 2.0}),
     ):
-        plans._plans.plans.clear()
+        plan_store._plans.plans.clear()
         for _ in range(3):
             got = numflash.attention_int8(*operands, **options)
             want = numflash.attention_int8(*operands, impl="reference", **options)
             np.testing.assert_array_equal(got, want)
-        assert not plans._plans.plans
+        assert not plan_store._plans.plans
     for wrong in ({"is_causal": 1}, {"scale": True}, {"window": (True, None)}, {"layout": "bhld"}):
         q, k, v = numflash.quantize_qkv(*qkv(b=1, h=2, l=7, s=13, d=24))
         numflash.attention_int8(q, k, v)

@@ -1,144 +1,31 @@
-"""Calls that were made before.
+"""What equal calls have in common, decided by the first of them.
 
-What depends only on shapes, dtypes and options is decided by the first of equal calls, and kept.
+The first of equal calls (`call_keys`) is checked in full and, where it succeeds, leaves a plan
+(`plan_store`); the next one checks only the process (fork) and what a tensor can get wrong besides its
+dtype, brings its arrays into contiguous memory, allocates its result and enters one compiled
+function. The numbers of masks, lengths, slopes and sinks are looked at in every call.
 
-A call is looked up by the shapes and dtypes of its three arrays, and the values and types of its
-options. The first one is checked in full and, where it succeeds, leaves a `Plan`; the next equal
-call checks only the process (fork) and what a tensor can get wrong besides its dtype, brings its
-arrays into contiguous memory, allocates its result and enters one compiled function. The numbers
-of masks, lengths, slopes and sinks are looked at in every call.
-
-Only calls on NumPy arrays or PyTorch's tensors leave a plan here. That of tensors on a card, without
+These are plans of calls on NumPy arrays or PyTorch's tensors. That of tensors on a card, without
 masks, lengths, slopes and sinks, is `cuda.arrays.tensors.Again`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..interop import device_tensors
-from ..interop.arguments import NOT_MASKS
 from ..interop.arrays import Imported, convert, deliver, memory_of, restore
-from ..jit import guard
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
-from ..numerics.quantization import GRANULARITIES, QuantizedTensor
-from ..tiling import Store
+from ..numerics.quantization import GRANULARITIES
 from ..validation import Problem, described, gathered, quantized, scattered, tensor
-from ..validation.options import NAMES, OptionArrays, Options
+from ..validation.options import OptionArrays, Options
+from .call_keys import BY_VALUE
 
 F = np.float32
-Key = tuple[Any, ...] | None
-MASK, LENGTHS, SLOPES, SINKS = (NAMES.index(name) for name in OptionArrays._fields)
-WINDOW = NAMES.index("window")
-BY_VALUE = frozenset(OptionArrays._fields)
-ARRAYS = MASK, LENGTHS, SLOPES, SINKS
-NO_ARRAYS = {"mask": None, "bias": None, "alibi_slopes": None, "sinks": None}
-AN_ARRAY = object()  # in the key of a call, equal to no option
-
-
-def _in_key(array: Any) -> Any:
-    """What stands in a key for an option that is an array, whose numbers each call looks at.
-
-    A number or flag, of which the check of masks has more to say, stays.
-    """
-    return array if array is None or isinstance(array, NOT_MASKS) else AN_ARRAY
-
-
-def _kinds_of(window: Any) -> tuple[type, ...]:
-    """The types of a window's numbers, or its own."""
-    return tuple(map(type, window)) if type(window) is tuple else (type(window),)
-
-
-def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
-    """What equal calls have in common; None for a call that leaves no plan.
-
-    `given` are the values of `Options`, unchecked.
-
-    Types count: True, 1 and 1.0 are equal, and not all of them are allowed.
-    """
-    plain = given[MASK] is given[LENGTHS] is given[SLOPES] is given[SINKS] is None
-    there: tuple[Any, ...] | None = ()
-    if not _arrays_or_tensors(query, key, value):
-        there = device_tensors.places(query, key, value) if plain else None
-        if there is None or device_tensors.loses_grad(query, key, value):
-            return None
-    if not plain:
-        asked = list(given)
-        for n in ARRAYS:
-            asked[n] = _in_key(asked[n])
-        given = tuple(asked)
-    kinds = tuple(map(type, given))
-    if given[WINDOW] is not None:
-        kinds += _kinds_of(given[WINDOW])
-    shapes = query.shape, key.shape, value.shape
-    return shapes, query.dtype, key.dtype, value.dtype, given, kinds, impl, there
-
-
-def _arrays_or_tensors(*given: Any) -> bool:
-    """Whether all are NumPy arrays, or all PyTorch's tensors on the CPU: no kinds of their own."""
-    kind = type(given[0])
-    for x in given:  # a generator for `all` takes as long as the rest of this function
-        if type(x) is not kind:
-            return False
-    if kind is np.ndarray:
-        return True
-    torch = sys.modules.get("torch")
-    if torch is None or kind is not torch.Tensor:
-        return False
-    return all(x.is_cpu for x in given)
-
-
-def key_of_packed(arrays: tuple, cu_seqlens: tuple, given: tuple, impl: str) -> Key:
-    """The same for `attention_varlen`, whose sequences are cut alike.
-
-    given : is_causal, return_lse, and (name, value) of each option
-    """
-    if not _arrays_or_tensors(*arrays) or not _arrays_or_tensors(*cu_seqlens):
-        return None
-    options = dict(given[2:])
-    if not BY_VALUE.isdisjoint(options):
-        return None
-    try:
-        cuts = [np.asarray(cu) for cu in cu_seqlens]
-    except (TypeError, RuntimeError):  # tensors that NumPy has no type for
-        return None
-    if any(cu.dtype.kind not in "iu" or cu.ndim != 1 for cu in cuts):
-        return None
-    kinds = tuple(type(x[1]) if type(x) is tuple else type(x) for x in given)
-    kinds += _kinds_of(options.get("window"))
-    shapes = tuple((x.shape, x.dtype) for x in arrays)
-    ends = tuple((cu.dtype, cu.tobytes()) for cu in cuts)
-    return "packed", shapes, ends, given, kinds, impl
-
-
-def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], impl: str) -> Key:
-    """The same for `attention_int8`.
-
-    Its operands were looked at in earlier calls, and are contiguous: what a kernel takes as it is.
-    """
-    tensors = query, key, value
-    for t in tensors:
-        if type(t) is not QuantizedTensor or not t.checked or not t.is_contiguous():
-            return None
-    if (query.granularity, key.granularity, value.granularity) != ("row", "row", "channel"):
-        return None
-    if query.rotated is not key.rotated:
-        return None
-    if not BY_VALUE.isdisjoint(options):
-        options = {name: _in_key(x) if name in BY_VALUE else x for name, x in options.items()}
-    shapes = tuple(
-        (t.data.shape, t.offset is None, t.nonfinite is None, t.low is None) for t in tensors
-    )
-    kinds = tuple(map(type, options.values()))
-    if options.get("window") is not None:
-        kinds += _kinds_of(options["window"])
-    return (QuantizedTensor, shapes, tuple(options.items()), kinds, impl)
 
 
 def taken_in(query: Any, key: Any, value: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -318,93 +205,3 @@ class PackedPlan:
             if lse is not None and part_lse is not None:
                 scattered(lse, part_lse, self.cuts[0], chosen)
         return deliver(out, lse, self.query, self.return_lse)
-
-
-_plans: Store[Any] = Store()
-
-
-def find(key: Key) -> Any:
-    """The plan of a call that was made before; none for `guard`, which looks at calls in full."""
-    if guard.ON:
-        return None
-    try:
-        return _plans.get(key)
-    except (TypeError, ValueError):  # an option that cannot be hashed (ValueError: a memoryview)
-        return None
-
-
-def runner_of(problem: Problem, impl: str) -> Any:
-    """What computes a problem and all that are equal but for the numbers in their arrays.
-
-    None where there is no such thing. It keeps no mask.
-    """
-    if impl not in ("auto", "cpu") or 0 in problem.shape or guard.ON:
-        return None
-    from ..cpu import launch
-
-    lengths = {"key_lengths": problem.key_lengths, "diagonal": problem.diagonal}
-    return launch.runner(problem.changed(**NO_ARRAYS | lengths))
-
-
-def keep(
-    key: tuple[Any, ...],
-    problem: Problem,
-    given: Sequence[Imported],
-    options: Options,
-    impl: str,
-) -> None:
-    """Keep a plan of a call that has succeeded, if there is one for it."""
-    runner = runner_of(problem, impl)
-    if runner is not None:
-        native = all(dtype == F for dtype in key[1:4])
-        _plans.keep(key, Plan(problem, given, options, runner, native))
-
-
-def keep_made(key: Key, call: Any) -> None:
-    """Keep what computes a call on tensors on a card that has succeeded."""
-    _plans.keep(key, call)
-
-
-def keep_packed(
-    key: tuple[Any, ...],
-    batches: list[tuple[Problem, list[int]]],
-    cuts: tuple[np.ndarray, np.ndarray],
-    query: Imported,
-    options: Options,
-    impl: str,
-) -> None:
-    """The same for `attention_varlen`: batches of sequences, and how they were cut."""
-    parts = [(runner_of(problem, impl), problem.shape, chosen) for problem, chosen in batches]
-    if parts and all(runner is not None for runner, _, _ in parts):
-        plan = PackedPlan(parts, cuts, query, options, batches[0][0].precision)
-        _plans.keep(key, plan)
-
-
-def keep_quantized(
-    key: tuple[Any, ...], problem: Problem, ndim: int, options: Options, impl: str
-) -> None:
-    """The same for `attention_int8`."""
-    runner = runner_of(problem, impl)
-    if runner is not None:
-        _plans.keep(key, QuantizedPlan(problem, ndim, options, runner))
-
-
-# of calls on tensors, by a key of their own: what computes them; of gradients the problem, without its
-# operands
-runners: Store[Any] = Store()
-problems: Store[Problem] = Store()
-
-
-def keep_problem(key: Any, problem: Problem) -> None:
-    """Keep the problem of gradients that have been computed, without its arrays."""
-    problems.keep(key, problem.with_operands(None, None, None).changed(**NO_ARRAYS))
-
-
-def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:
-    """Keep what computes a call on contiguous tensors of dtype `given` that has succeeded, if it takes
-    them as they are and gives float32.
-    """
-    if problem.precision == given or (problem.precision, given) == ("int8", "float32"):
-        runner = runner_of(problem, impl)
-        if runner is not None and runner.takes == given:
-            runners.keep(key, runner)

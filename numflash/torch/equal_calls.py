@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..dispatch import plans
+from ..dispatch import plan_store
 from ..interop import device_tensors
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
@@ -29,7 +29,7 @@ def runner_of(
     """
     if type(query) is Tensor and query.is_cuda:
         return on_card("attention", (query, key, value), options)
-    return known_call(plans.runners, query, key, value, options)
+    return known_call(plan_store.runners, query, key, value, options)
 
 
 def known_call(
@@ -58,7 +58,7 @@ def on_card(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tu
         return None, None
     forms = tuple((x.shape, x.dtype) for x in tensors)
     call = name, forms, places, options, tuple(map(type, options))
-    return call, plans.find(call)
+    return call, plan_store.find(call)
 
 
 def _without_tensors(options: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import api, validation
-from ..dispatch import backends, plans
+from ..dispatch import backends, plan_store, plans
 from ..dispatch.option_gradients import of_mask as of_mask_gradient
 from ..errors import UnsupportedError
 from ..validation import Problem
@@ -86,7 +86,7 @@ def _on_cpu(
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and mask, the last of size 0 where it is not wanted."""
     grad_out, query, key, value, out, lse = (x.detach() for x in tensors)
-    call, known = known_call(plans.problems, query, key, value, options)
+    call, known = known_call(plan_store.problems, query, key, value, options)
     if known is None:
         asked, impl = _asked_for(options, key)
         problem = validation.problem(query, key, value, asked)
@@ -103,7 +103,7 @@ def _on_cpu(
     with pytorch_threads():
         backends.solve_backward(problem, operands, impl, [array(x) for x in found], scores)
     if call is not None and known is None:
-        plans.keep_problem(call, problem)
+        plan_store.keep_problem(call, problem)
     return *(x.to(query.dtype) for x in found), _of_mask(scores, options[MASK], query)
 
 

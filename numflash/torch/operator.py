@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import api, validation
-from ..dispatch import backends, plans
+from ..dispatch import backends, plan_store
 from .batching import one_call
 from .equal_calls import run, runner_of, with_tensors
 from .gradients import attention_backward_operator, differentiate
@@ -39,7 +39,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
     with pytorch_threads():
         backends.solve(problem, impl, (array(written), array(lse)))
     if call is not None:
-        plans.keep_runner(call, problem, impl, READ[query.dtype])
+        plan_store.keep_runner(call, problem, impl, READ[query.dtype])
     return out if written is out else out.copy_(written), lse
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..interop.arrays import Memory
 
-# dtypes that kernels read in place, as `plans.keep_runner` names them
+# dtypes that kernels read in place, as `plan_store.keep_runner` names them
 READ = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 

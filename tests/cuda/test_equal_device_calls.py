@@ -20,7 +20,7 @@ WATCH = """
 import gc, threading, weakref
 from numflash.cuda.arrays import calls, operands, plans
 from numflash.cuda.device import constants
-from numflash.dispatch import plans as dispatched
+from numflash.dispatch import plan_store as dispatched
 
 launched, planned, pool, taken, found = [], [], {}, [], {}
 address_of, hold_of = constants.Constants.address, constants.Constants.hold

@@ -643,13 +643,13 @@ MUTANTS = [
         "tests/pytorch/test_equal_calls.py",
     ),
     Mutant(
-        "dispatch/plans.py",
+        "dispatch/plan_store.py",
         "launch.runner(problem.changed(**NO_ARRAYS | lengths))",
         "launch.runner(problem)",
         "tests/test_plans.py",
     ),
     Mutant(
-        "dispatch/plans.py",
+        "dispatch/call_keys.py",
         "isinstance(array, NOT_MASKS) else AN_ARRAY",
         "False else AN_ARRAY",
         "tests/test_plans.py",

@@ -13,7 +13,7 @@ transformers = pytest.importorskip(
 
 import numflash.transformers as nt
 from numflash.cpu import launch
-from numflash.dispatch import plans
+from numflash.dispatch import plan_store
 from numflash.transformers import eager_models
 
 nt.register()
@@ -132,7 +132,7 @@ def test_as_eager(name, monkeypatch):
     model, inputs, wanted_calls = made(name)
     wanted = dict(output(model, inputs))
     problems = []
-    monkeypatch.setattr(plans.runners, "get", lambda call: None)
+    monkeypatch.setattr(plan_store.runners, "get", lambda call: None)
     monkeypatch.setattr(
         launch, "run", lambda p, f=launch.run, **options: problems.append(p) or f(p, **options)
     )
@@ -158,7 +158,7 @@ def test_built_with_the_name_and_from_a_pickle(monkeypatch):
 def test_padding_is_still_key_lengths(monkeypatch):
     """A float mask of one row for all queries; another float row is a bias, and stays one."""
     problems = []
-    monkeypatch.setattr(plans.runners, "get", lambda call: None)
+    monkeypatch.setattr(plan_store.runners, "get", lambda call: None)
     monkeypatch.setattr(
         launch, "run", lambda p, f=launch.run, **options: problems.append(p) or f(p, **options)
     )

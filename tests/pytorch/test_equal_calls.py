@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import numflash
 import numflash.torch as nt
-from numflash.dispatch import plans
+from numflash.dispatch import plan_store
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
 from numflash.jit import target
 from numflash.torch import operator, sdpa
@@ -101,12 +101,12 @@ def test_tensors_among_the_options_are_looked_at_in_every_call(name, precision, 
     """The second call and those after it run without the operator, each with its own numbers."""
     want = []
     for given in TENSORS[name]:
-        plans.runners.plans.clear()
+        plan_store.runners.plans.clear()
         tensors = {n: torch.from_numpy(x) for n, x in given.items()}
         want.append(nt.attention(Q, K, V, precision=precision, return_lse=True, **tensors))
         out, _ = naive(*ARRAYS, **given)
         assert abs(want[-1][0].numpy() - out).sum() < 0.03 * abs(out).sum()
-    plans.runners.plans.clear()
+    plan_store.runners.plans.clear()
     for n in (0, 1, 0, 1):
         tensors = {x: torch.from_numpy(array) for x, array in TENSORS[name][n].items()}
         found = nt.attention(Q, K, V, precision=precision, return_lse=True, **tensors)
@@ -210,9 +210,9 @@ def test_options_that_are_equal_but_not_allowed():
 def test_the_function_for_arrays_keeps_plans_for_tensors(dtype, monkeypatch):
     """`numflash.attention` on tensors: equal bits and kind, and the errors of the first call."""
     kept = []
-    keep = plans.Store.keep
-    monkeypatch.setattr(plans.Store, "keep", lambda *args: kept.append(args[1]) or keep(*args))
-    plans._plans.plans.clear()
+    keep = plan_store.Store.keep
+    monkeypatch.setattr(plan_store.Store, "keep", lambda *args: kept.append(args[1]) or keep(*args))
+    plan_store._plans.plans.clear()
     tensors = [x.to(dtype) for x in (Q, K, V)]
     first, again = (numflash.attention(*tensors) for _ in range(2))
     assert len(kept) == 1

@@ -13,7 +13,7 @@ from torch_cases import KEEP, K, Q, V
 
 import numflash.torch as nt
 from numflash.cpu import launch, launch_backward
-from numflash.dispatch import plans
+from numflash.dispatch import plan_store
 from numflash.jit import threads
 
 
@@ -45,7 +45,9 @@ def test_results_are_tensors_of_pytorch_that_the_kernel_wrote(monkeypatch, preci
     """No array of NumPy's in between: the memory is PyTorch's, and the kernel's own result."""
     written = []
     run = launch.run
-    monkeypatch.setattr(plans.runners, "get", lambda call: None)  # prepared calls go past `run`
+    monkeypatch.setattr(
+        plan_store.runners, "get", lambda call: None
+    )  # prepared calls go past `run`
     monkeypatch.setattr(
         launch,
         "run",
@@ -100,7 +102,7 @@ def test_threads_follow_pytorch(monkeypatch):
     )
     for n in (1, 2, 3):
         torch.set_num_threads(n)
-        plans.runners.plans.clear()  # each call in full
+        plan_store.runners.plans.clear()  # each call in full
         nt.scaled_dot_product_attention(Q, K, V)
     most = threads.most()
     assert seen == [min(n, most) for n in (1, 2, 3)] and numba.get_num_threads() == outer

@@ -17,7 +17,7 @@ from torch_cases import BIAS, DEFAULTS, KEEP, SDPA, K, Q, V
 
 import numflash.torch as nt
 from numflash.cpu import launch
-from numflash.dispatch import plans
+from numflash.dispatch import plan_store
 from numflash.errors import ArgumentError
 from numflash.torch import operator, sdpa
 
@@ -32,7 +32,7 @@ def test_trailing_padding_becomes_key_lengths(monkeypatch):
     monkeypatch.setattr(
         launch, "run", lambda problem, **options: seen.append(problem) or run(problem, **options)
     )
-    monkeypatch.setattr(plans.runners, "get", lambda call: None)  # equal calls go past `run`
+    monkeypatch.setattr(plan_store.runners, "get", lambda call: None)  # equal calls go past `run`
     lengths = torch.tensor([7, 4])
     mask = (torch.arange(7) < lengths[:, None])[:, None, None].expand(2, 4, 5, 7)
     holes = mask.clone()
@@ -258,7 +258,7 @@ def test_gradients_of_equal_calls_follow_their_tensors(dtype):
     """The second call finds its problem, and has no array of the first, nor its mask; other options are
     others.
     """
-    plans.problems.plans.clear()
+    plan_store.problems.plans.clear()
     for number in (1.0, 3.0):
         seen = torch.rand(2, 1, 40, 40) < number / 4
         padding = (torch.arange(40) < 10 * number).expand(2, 1, 1, 40)
@@ -284,8 +284,8 @@ def test_gradients_of_equal_calls_follow_their_tensors(dtype):
             room = 1e-5 if dtype is torch.float32 else 0.1
             for x, y in zip(found, wanted, strict=True):
                 torch.testing.assert_close(x.double(), y, rtol=room, atol=room * y.abs().max())
-    assert len(plans.problems.plans) == 4  # one for both masks
-    kept = plans.problems.plans.values()
+    assert len(plan_store.problems.plans) == 4  # one for both masks
+    kept = plan_store.problems.plans.values()
     assert all(x.query is x.key is x.value is x.mask is x.bias is None for x in kept)
 
 
@@ -302,10 +302,10 @@ def test_gradients_of_equal_calls_have_equal_bits(precision):
 
 def test_equal_calls_give_equal_bits_and_follow_their_tensors():
     """The second one is prepared; others of the same shapes are not mistaken for it."""
-    plans.runners.plans.clear()
+    plan_store.runners.plans.clear()
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     first = sdpa.attention(q, k, v, is_causal=True, return_lse=True)
-    assert len(plans.runners.plans) == 1
+    assert len(plan_store.runners.plans) == 1
     second = sdpa.attention(q, k, v, is_causal=True, return_lse=True)
     assert all(map(torch.equal, first, second))
     other = sdpa.attention(q * 2, k, v, is_causal=True)

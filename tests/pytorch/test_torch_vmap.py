@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
 import numflash.torch as nt
-from numflash.dispatch import backends, plans
+from numflash.dispatch import backends, plan_store
 from numflash.errors import ArgumentError
 
 N, B, H, L, S, D = 3, 2, 4, 5, 9, 8
@@ -45,7 +45,7 @@ def solved(monkeypatch):
         return solve(problem, *rest)
 
     monkeypatch.setattr(backends, "solve", counted)
-    monkeypatch.setattr(plans.runners, "get", lambda call: None)  # equal calls go past `solve`
+    monkeypatch.setattr(plan_store.runners, "get", lambda call: None)  # equal calls go past `solve`
     return batches
 
 

@@ -15,7 +15,7 @@ transformers = pytest.importorskip(
 
 import numflash.transformers as nt
 from numflash.cpu import launch
-from numflash.dispatch import plans
+from numflash.dispatch import plan_store
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.transformers.attention import attend
 from numflash.transformers.release import check_release
@@ -89,7 +89,7 @@ def both(model, run, name="numflash"):
         model.set_attn_implementation(name)
         with pytest.MonkeyPatch.context() as patch:
             # a prepared call does not come by `launch.run`
-            patch.setattr(plans.runners, "get", lambda call: None)
+            patch.setattr(plan_store.runners, "get", lambda call: None)
             patch.setattr(
                 launch,
                 "run",

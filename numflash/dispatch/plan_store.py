@@ -1,0 +1,107 @@
+"""The plans of calls that were made before, by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..interop.arrays import Imported
+from ..jit import guard
+from ..tiling import Store
+from ..validation import Problem
+from ..validation.options import Options
+from .call_keys import Key
+from .plans import PackedPlan, Plan, QuantizedPlan
+
+F = np.float32
+NO_ARRAYS = {"mask": None, "bias": None, "alibi_slopes": None, "sinks": None}
+_plans: Store[Any] = Store()
+
+
+def find(key: Key) -> Any:
+    """The plan of a call that was made before; none for `guard`, which looks at calls in full."""
+    if guard.ON:
+        return None
+    try:
+        return _plans.get(key)
+    except (TypeError, ValueError):  # an option that cannot be hashed (ValueError: a memoryview)
+        return None
+
+
+def runner_of(problem: Problem, impl: str) -> Any:
+    """What computes a problem and all that are equal but for the numbers in their arrays.
+
+    None where there is no such thing. It keeps no mask.
+    """
+    if impl not in ("auto", "cpu") or 0 in problem.shape or guard.ON:
+        return None
+    from ..cpu import launch
+
+    lengths = {"key_lengths": problem.key_lengths, "diagonal": problem.diagonal}
+    return launch.runner(problem.changed(**NO_ARRAYS | lengths))
+
+
+def keep(
+    key: tuple[Any, ...],
+    problem: Problem,
+    given: Sequence[Imported],
+    options: Options,
+    impl: str,
+) -> None:
+    """Keep a plan of a call that has succeeded, if there is one for it."""
+    runner = runner_of(problem, impl)
+    if runner is not None:
+        native = all(dtype == F for dtype in key[1:4])
+        _plans.keep(key, Plan(problem, given, options, runner, native))
+
+
+def keep_made(key: Key, call: Any) -> None:
+    """Keep what computes a call on tensors on a card that has succeeded."""
+    _plans.keep(key, call)
+
+
+def keep_packed(
+    key: tuple[Any, ...],
+    batches: list[tuple[Problem, list[int]]],
+    cuts: tuple[np.ndarray, np.ndarray],
+    query: Imported,
+    options: Options,
+    impl: str,
+) -> None:
+    """The same for `attention_varlen`: batches of sequences, and how they were cut."""
+    parts = [(runner_of(problem, impl), problem.shape, chosen) for problem, chosen in batches]
+    if parts and all(runner is not None for runner, _, _ in parts):
+        plan = PackedPlan(parts, cuts, query, options, batches[0][0].precision)
+        _plans.keep(key, plan)
+
+
+def keep_quantized(
+    key: tuple[Any, ...], problem: Problem, ndim: int, options: Options, impl: str
+) -> None:
+    """The same for `attention_int8`."""
+    runner = runner_of(problem, impl)
+    if runner is not None:
+        _plans.keep(key, QuantizedPlan(problem, ndim, options, runner))
+
+
+# of calls on tensors, by a key of their own: what computes them; of gradients the problem, without its
+# operands
+runners: Store[Any] = Store()
+problems: Store[Problem] = Store()
+
+
+def keep_problem(key: Any, problem: Problem) -> None:
+    """Keep the problem of gradients that have been computed, without its arrays."""
+    problems.keep(key, problem.with_operands(None, None, None).changed(**NO_ARRAYS))
+
+
+def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:
+    """Keep what computes a call on contiguous tensors of dtype `given` that has succeeded, if it takes
+    them as they are and gives float32.
+    """
+    if problem.precision == given or (problem.precision, given) == ("int8", "float32"):
+        runner = runner_of(problem, impl)
+        if runner is not None and runner.takes == given:
+            runners.keep(key, runner)
