@@ -7,26 +7,35 @@ from __future__ import annotations
 
 from ...jit.compiler import bare
 
+# columns of a row's `edges`: it attends to the slots [0, SINKS_END), [FIRST, STOP) and
+# [SECOND, SECOND_STOP), in this order; the last run is that behind the end of the ring
+SINKS_END, FIRST, STOP, SECOND, SECOND_STOP = range(5)
+
 
 @bare
 def row_edges(position, window, sinks, ring, edges):
-    """Slots that a query at `position` attends to: [0, e0), [e1, e2) and [e3, e4), in this order.
+    """Write the slots that a query at `position` attends to into `edges` (5,).
 
     Tokens below `sinks` have slots of their own, the others share a ring of `ring` slots after
     them.
     """
     stop = position + 1
     first = max(sinks, stop - window)
-    edges[0] = max(0, min(sinks, stop))
+    edges[SINKS_END] = max(0, min(sinks, stop))
     if stop <= first:
-        edges[1], edges[2], edges[3], edges[4] = sinks, sinks, sinks, sinks
+        edges[FIRST], edges[STOP], edges[SECOND], edges[SECOND_STOP] = sinks, sinks, sinks, sinks
         return
     a = sinks + (first - sinks) % ring
     end = a + stop - first
     if end <= sinks + ring:
-        edges[1], edges[2], edges[3], edges[4] = a, end, end, end
+        edges[FIRST], edges[STOP], edges[SECOND], edges[SECOND_STOP] = a, end, end, end
     else:
-        edges[1], edges[2], edges[3], edges[4] = sinks, end - ring, a, sinks + ring
+        edges[FIRST], edges[STOP], edges[SECOND], edges[SECOND_STOP] = (
+            sinks,
+            end - ring,
+            a,
+            sinks + ring,
+        )
 
 
 @bare
@@ -34,14 +43,14 @@ def coverage(edges, first, n):
     """(any slot seen, all seen) of slots first .. first + n."""
     stop = first + n
     some = (
-        first < edges[0]
-        or (first < edges[2] and stop > edges[1])
-        or (first < edges[4] and stop > edges[3])
+        first < edges[SINKS_END]
+        or (first < edges[STOP] and stop > edges[FIRST])
+        or (first < edges[SECOND_STOP] and stop > edges[SECOND])
     )
     every = (
-        stop <= edges[0]
-        or (first >= edges[1] and stop <= edges[2])
-        or (first >= edges[3] and stop <= edges[4])
+        stop <= edges[SINKS_END]
+        or (first >= edges[FIRST] and stop <= edges[STOP])
+        or (first >= edges[SECOND] and stop <= edges[SECOND_STOP])
     )
     return some, every
 
@@ -49,13 +58,13 @@ def coverage(edges, first, n):
 @bare
 def hide(edges, first, n, t, value):
     """t[j] = value for the slots of first .. first + n that are not seen."""
-    a, z = max(0, edges[0] - first), min(n, edges[1] - first)
+    a, z = max(0, edges[SINKS_END] - first), min(n, edges[FIRST] - first)
     if a < z:
         t[a:z] = value
-    a, z = max(0, edges[2] - first), min(n, edges[3] - first)
+    a, z = max(0, edges[STOP] - first), min(n, edges[SECOND] - first)
     if a < z:
         t[a:z] = value
-    a = max(0, edges[4] - first)
+    a = max(0, edges[SECOND_STOP] - first)
     if a < n:
         t[a:n] = value
 
