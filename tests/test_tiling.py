@@ -173,7 +173,7 @@ def test_caches_of_macos():
 
 
 def test_caches_fall_back_on_the_table(monkeypatch):
-    monkeypatch.setattr(tiling.sizes, "cache_sizes", lambda: {})
+    monkeypatch.setattr(tiling.caches, "cache_sizes", lambda: {})
     monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "a64fx")
     assert Caches.of_this_machine() is CACHES["a64fx"]
     monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "unheard-of")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ArgumentError
 from .sizes import CUDA_HEAD_DIMS, KEY_BLOCK, SWIZZLED_HEAD_DIMS, Buffer, Tiling
 
 
@@ -264,3 +268,16 @@ TILINGS = {
         ),
     )
 }  # fmt: skip
+
+
+def tiling(isa: str, dtype: str = "int8", **changes: Any) -> Tiling:
+    """The tiling that the kernels for `isa` and `dtype` use.
+
+    Keyword arguments replace single sizes, checked again.
+    """
+    name = f"{isa}-{dtype}"
+    if name not in TILINGS:
+        raise ArgumentError(
+            f"tiling: no tiling for isa {isa!r} and dtype {dtype!r}; allowed: {', '.join(sorted(TILINGS))}"
+        )
+    return replace(TILINGS[name], **changes) if changes else TILINGS[name]

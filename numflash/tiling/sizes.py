@@ -1,45 +1,17 @@
-"""What a tiling is: block sizes as data, the arrays of an inner loop, and the caches they go in."""
+"""What a tiling is: block sizes as data, and the arrays of an inner loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, UnsupportedError
-from ..jit.system import cache_sizes
+from .caches import SHARED_MEMORY, Caches
 
 KEY_BLOCK = 128  # keys whose weights share one octave: the same on every device
 MAX_HEAD_DIM = 576  # of DeepSeek's latents: 512 channels and 64 of positions
 # SWIZZLED_HEAD_DIMS: rows that are multiples of the 128-byte swizzle
 CUDA_HEAD_DIMS = (32, 64, 96, 128, 256)
 SWIZZLED_HEAD_DIMS = (64, 128, 256)
-CUDA_NARROW = 64
-# time of a score in Hopper's tiles of (rows, keys), without and with a band, where one in tiles of
-# 128 x 128 takes 1 (an H200, float16, 64 to 2048 rows)
-CUDA_SCORE_TIME = {(192, 128): (0.82, 0.88), (128, 176): (0.96, 1.0)}
-# channels from which on two blocks of a Hopper card share keys and values (a cluster). At 128, where
-# FlashAttention-3 does so too, blocks by themselves are as fast or faster (H200, 256 to 8192 keys)
-CUDA_SHARED_KEYS = 256
-# few query rows over many keys: several blocks share the keys of a tile of rows (`cuda.launch_split`)
-CUDA_PARTS = 64  # at most: a warp that merges them holds the log-sum-exps of two in each lane
-CUDA_TILES_TO_SPLIT = 8  # fewer tiles of keys are not split: one takes 1 us, merging parts takes 3
-CUDA_RESIDENT = 3  # blocks that a multiprocessor is given; with 4 some wait for others (an H200)
-CUDA_WIDE = 128  # head sizes beyond have tilings of their own, named "-wide"
-# shared memory that one block may have (CUDA C++ guide, table of technical specifications: 1 KB of
-# each SM is the system's)
-SHARED_MEMORY = {
-    arch: kib << 10
-    for arch, kib in (
-        ("sm_75", 64),
-        ("sm_80", 163),
-        ("sm_86", 99),
-        ("sm_89", 99),
-        ("sm_90a", 227),
-        ("sm_100", 227),
-        ("sm_120", 99),
-    )
-}
-
 _SIZES = {"int8": 1, "uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4}
 
 
@@ -193,57 +165,6 @@ class Tiling:
                 f"  {100 * total / size:.0f} % of {level} ({size / 1024:.0f} KiB{shared}, {caches.source})"
             )
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Caches:
-    """Data cache sizes in bytes available to one core; 0 where there is no such level.
-
-    `l2_cores` share one L2 (table only).
-    """
-
-    l1: int
-    l2: int
-    l3: int
-    line: int
-    source: str
-    l2_cores: int = 1
-    names: tuple[str, str, str] = ("L1", "L2", "L3")
-
-    def levels(self) -> Iterator[tuple[str, int]]:
-        """Name and size of each level that exists."""
-        return ((n, s) for n, s in zip(self.names, (self.l1, self.l2, self.l3), strict=True) if s)
-
-    @classmethod
-    def of_this_machine(cls) -> Caches:
-        """As the system reports (Linux, macOS).
-
-        Elsewhere from `CACHES`, for the CPU that Numba compiles for.
-        """
-        found = cache_sizes()
-        if found.get(1):
-            return cls(
-                found[1], found.get(2, 0), found.get(3, 0), found.get(0, 64), "read from the system"
-            )
-        from ..jit.target import cpu_name
-
-        return CACHES.get(cpu_name(), CACHES["generic"])
-
-
-K = 1024
-CACHES = {
-    "a64fx": Caches(64 * K, 8192 * K, 0, 256, "table: A64FX manual", 12),
-    "neoverse-n1": Caches(64 * K, 1024 * K, 32768 * K, 64, "table: Neoverse N1"),
-    "neoverse-v1": Caches(64 * K, 1024 * K, 32768 * K, 64, "table: Neoverse V1 (Graviton 3)"),
-    "neoverse-v2": Caches(
-        64 * K, 2048 * K, 36864 * K, 64, "table: Neoverse V2 (Graviton 4, Grace)"
-    ),
-    "apple-m1": Caches(128 * K, 12288 * K, 0, 128, "table: Apple M1, performance cores", 4),
-    "apple-m2": Caches(128 * K, 16384 * K, 0, 128, "table: Apple M2, performance cores", 4),
-    "apple-m3": Caches(128 * K, 16384 * K, 0, 128, "table: Apple M3, performance cores", 4),
-    "apple-m4": Caches(128 * K, 16384 * K, 0, 128, "table: Apple M4, performance cores", 4),
-    "generic": Caches(32 * K, 512 * K, 0, 64, "table: assumed"),
-}
 
 
 def padded(n: int, sizes: tuple[int, ...]) -> int:

@@ -1,0 +1,52 @@
+"""How work is cut for threads and blocks: how many of them pay, and into how many parts keys go."""
+
+from __future__ import annotations
+
+# Multiplications from which on a thread of its own pays: 0.05 to 0.1 ms. A thread that waits for
+# work starts in 0.007 ms (GNU OpenMP, Zen 5). After 20 ms without a call it sleeps and starts in 0.05
+# ms: the smallest problems then take as long on two threads as on one.
+THREAD_WORK = {"float32": 4 << 20, "bfloat16": 8 << 20, "int8": 8 << 20, "few rows": 1 << 20}
+
+
+def workers(kind: str, multiplications: int) -> int:
+    """The most threads that a problem of so many multiplications uses.
+
+    Each thread gets at least `THREAD_WORK` multiplications: with fewer, another thread does not
+    make the call faster.
+    """
+    return max(1, multiplications // THREAD_WORK[kind])
+
+
+# Rows of a query head up to which float attention reads keys and values where they are; parts of at least so
+# many keys, up to so many tasks. A register tile has six rows of one head: with one row of each of 1 to 16
+# heads of a group the other way takes 0.3 to 0.7 of the time, with two 0.7 to 1, with four as long (Zen 4).
+FEW_LENGTH, FEW_KEYS, FEW_TASKS = 2, 256, 8
+
+
+def few_parts(length: int, heads: int, keys: int) -> int:
+    """How many parts of the keys the kernel of few rows takes, of `length` rows and so many KV heads; 0 for
+    more rows, which register tiles compute.
+
+    As many for every number of threads: the parts are put together in order.
+    """
+    if length > FEW_LENGTH:
+        return 0
+    return max(1, min(keys // FEW_KEYS, -(-FEW_TASKS // heads)))
+
+
+def split_count(units: int, blocks: int, workers: int) -> int:
+    """How many splits of `blocks` key blocks keep `workers` busy with `units` query tiles.
+
+    FlashAttention 2's rule.
+
+    The smallest number whose last wave is filled at least 85 % as well as the best number's; counts
+    that do not change the blocks of a split are left out. 14 heads on the T4's 40 multiprocessors
+    (80 workers, blocks of 256 keys) at 1024 keys give 4, as in the T4 architecture
+    (docs/sources.md).
+    """
+    fill = {}
+    for n in range(1, min(blocks, 128) + 1):
+        if n == 1 or -(-blocks // n) != -(-blocks // (n - 1)):
+            waves = units * n / workers
+            fill[n] = waves / -(-units * n // workers)
+    return next((n for n in fill if fill[n] >= 0.85 * max(fill.values())), 1)
