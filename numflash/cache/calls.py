@@ -128,7 +128,10 @@ class Calls:
             self.last = last._replace(wanted=wanted)
 
     def _find(self, call: tuple[Any, ...], *kinds: type) -> Prepared:
-        """The prepared calls of these arguments; `kinds`: True equals 1, but is refused."""
+        """The prepared calls of these arguments.
+
+        kinds : the types of scale and splits, part of the key: True == 1, and is still to be refused
+        """
         key, kept = (call, kinds), True
         try:
             return self._calls[key]

@@ -1,11 +1,12 @@
 """What `smooth` takes from the keys of a sequence: one vector per KV head, which changes no softmax.
 
-The channel means of the first append leave small keys, which take small scales. In language models
-the first key is far from that mean and gets much of every row's weight (an attention sink): its
-rounding error is the same for all rows, and with a few large channels it is the largest error of
-all. But any vector may be taken away. So the means are moved by what rounding would take from the
-first key, a part of a step in each channel, and the first key less that vector is exactly what is
-stored. A first key so large that this would cost the other keys their digits is left as it is.
+Without the channel means of the first append, keys are smaller, so that their scales and their
+rounding errors are. In language models the first key is far from that mean and gets much of every
+row's weight (an attention sink): its rounding error enters all rows, and with a few large channels
+it is the largest error of all. Any vector may be subtracted, the mean is only a good one. So each
+channel's mean is moved by the rounding error of the first key, less than a step: the first key less
+that vector is then stored without an error. Where the move would make the other keys much larger,
+and so less exact (`MOST`), the means stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .settings import Settings
 
 F = np.float32
 SMOOTH_TOKENS = 16  # fewer first tokens say too little about the channel means
-MOST = 1.5  # by which the move may multiply the sum of squares of the other keys
+MOST = 1.5  # times larger may the sum of squares of the other keys become
 INT8_TOP, INT4_TOP = F(127), F(15)  # the largest stored numbers; INT4's are odd
 
 

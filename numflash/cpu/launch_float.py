@@ -20,7 +20,7 @@ from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
 from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, Numbers, addresses, make_call
 from .floats.few_rows import make_few_call
-from .floats.flash_rows import Given, make_attend_rows
+from .floats.flash_rows import LOWEST, Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS, on_lines
 from .isa.isas import padded
@@ -261,7 +261,7 @@ def run(
     options = semantics(problem)
     rows = out.reshape(n, length, dv), lse.reshape(n, length)
     run_rows(problem, options, False, np.arange(n * length), *rows)
-    redo = ~(np.isfinite(rows[0]).all(-1) & (rows[1] > -1e37)) | may_overflow(problem)
+    redo = ~(np.isfinite(rows[0]).all(-1) & (rows[1] > LOWEST)) | may_overflow(problem)
     if redo.any():
         run_rows(problem, semantics(problem, double=True), True, np.flatnonzero(redo), *rows)
     return out, lse

@@ -1,7 +1,7 @@
 """From a validated problem to the INT8 kernels: plans, scratch memory, and the log-sum-exp.
 
 Operands come from float arrays in one pass (`int8.quantize`), or are quantised already, by the
-caller or the general way (`general_int8`), and only packed here.
+caller or by `general_int8`, and only packed here.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def threads_now(typingctx):
 def use_threads(typingctx, n):
     """f(n): from here on n threads, from 1 to as many as Numba started with.
 
-    Not cached either by Numba's own function.
+    Numba's own function holds an address, so that its callers could not be kept on disk.
     """
 
     def codegen(context, b, sig, args):

@@ -49,7 +49,7 @@ ARGUMENTS = f"{VALIDATION} {WRONG}"
 FLASH_INT8, FLOAT_WEIGHTS = "cpu/int8/flash_int8.py", "cpu/int8/float_weights.py"
 BEGIN_ROWS, BLOCK_SCORES = "cpu/int8/begin_rows.py", "cpu/int8/block_scores.py"
 WIDE_SCORES, HIDDEN_BLOCKS = "cpu/int8/wide_scores.py", "cpu/int8/hidden_blocks.py"
-FLASH_FLOAT = "cpu/floats/flash_float.py"
+GROUP_WEIGHTS = "cpu/floats/group_weights.py"
 FUNCTION_SCORES = "cpu/int8/function_scores.py"
 CALL_INT8 = "cpu/int8/call.py"
 LAUNCH_INT8, GENERAL_INT8 = "cpu/launch_int8.py", "cpu/general_int8.py"
@@ -221,35 +221,37 @@ MUTANTS = [
         "tests/cpu/test_flash_float.py -k masks_of_every_shape",
     ),
     # ---- the float kernels
-    Mutant(FLASH_FLOAT, "row[t] = row[t] * shrink", "row[t] = row[t]", FLOATS),
-    Mutant(FLASH_FLOAT, "sums[t] = sums[t] * shrink", "sums[t] = sums[t]", FLOATS),
+    Mutant(GROUP_WEIGHTS, "row[t] = row[t] * shrink", "row[t] = row[t]", FLOATS),
+    Mutant(GROUP_WEIGHTS, "sums[t] = sums[t] * shrink", "sums[t] = sums[t]", FLOATS),
     Mutant(
-        FLASH_FLOAT,
+        GROUP_WEIGHTS,
         "for j in range(at, at + left):\n                    x[j] = HIDDEN",
         "for j in range(at, at + left - 1):\n                    x[j] = HIDDEN",
         FLOATS,
     ),
     Mutant(
-        FLASH_FLOAT,
+        GROUP_WEIGHTS,
         "for j in range(at + right, end):",
         "for j in range(at + right + 1, end):",
         FLOATS,
     ),
     Mutant(
-        FLASH_FLOAT,
+        GROUP_WEIGHTS,
         "bias_end[j] = bias[bias_at + whole * lanes + j]",
         "bias_end[j] = bias[bias_at + j]",
         FLOATS,
     ),
     Mutant(
-        FLASH_FLOAT,
+        GROUP_WEIGHTS,
         "mask_end[j] = mask[mask_at + whole * lanes + j]",
         "mask_end[j] = mask[mask_at + j]",
         FLOATS,
     ),
-    Mutant(FLASH_FLOAT, "slope = semantics.slopes[b, h]", "slope = semantics.slopes[b, 0]", FLOATS),
     Mutant(
-        FLASH_FLOAT,
+        GROUP_WEIGHTS, "slope = semantics.slopes[b, h]", "slope = semantics.slopes[b, 0]", FLOATS
+    ),
+    Mutant(
+        "cpu/floats/query_rows.py",
         "state.q[tile.real : groups] = operand(0)",
         "pass",
         FLOATS,
@@ -800,7 +802,7 @@ MUTANTS = [
         "tests/flex/test_tracing.py -k new_function",
     ),
     Mutant(
-        FLASH_FLOAT,
+        GROUP_WEIGHTS,
         "for key, stop in ((group.first, a), (z, group.stop)):",
         "for key, stop in ((group.first, a),):",
         "tests/flex/test_flex_attention.py",

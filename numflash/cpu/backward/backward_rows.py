@@ -69,7 +69,7 @@ def make_backward_rows(double: bool):
     (query_pass, key_pass), over the same arguments but for what they write.
     """
     R = np.float64 if double else np.float32
-    dot, soften, change, nothing_seen = row_functions(double)
+    dot, apply_softcap, change, nothing_seen = row_functions(double)
 
     @inline
     def score(given, row, first, s, slope):
@@ -89,7 +89,7 @@ def make_backward_rows(double: bool):
             x = Rows(s, 0, 1)  # rows are keys
             call_slopes(function, x, Packed(slope, 0), s.size, 1, corner, R(LN2), R(LOG2E))
         if semantics.softcap > F(0):
-            soften(semantics, s)
+            apply_softcap(semantics, s)
             cap = R(semantics.softcap)
             for j in range(s.size):  # exactly 0 at the cap, whatever a division is compiled to
                 slope[j] *= R(0) if abs(s[j]) >= cap else R(1) - (s[j] / cap) ** 2

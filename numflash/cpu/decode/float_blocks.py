@@ -10,6 +10,7 @@ from ...interop.halves import bfloat16_of
 from ...jit.compiler import bare
 from ...numerics.quantize_kernels import INFINITE, largest_bits
 from ...tiling import KEY_BLOCK
+from ..floats.float_exp2 import GROWTH
 from ..floats.float_rows import row_exp, row_leaves, row_max, row_scale, row_total, row_weights
 from ..isa.score_calls import HUGE
 from ..isa.vectors import address
@@ -24,7 +25,6 @@ from .tiles import Tile
 F = np.float32
 I = np.int32
 LOWEST = F(-(2.0**121))
-GROWTH = F(8)  # octaves that a float maximum may grow before O is rescaled
 
 
 @functools.cache

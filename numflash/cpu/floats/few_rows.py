@@ -39,15 +39,13 @@ from ..isa.vectors import (
 from ..semantics import OPTION_NUMBERS, OptionNumbers, Semantics, seen_range, semantics_at
 from . import float_rows
 from .call import FACTORS, NUMBERS, Factors, Numbers
-from .flash_rows import option_changes, row_functions
+from .flash_rows import LARGEST, LOWEST, option_changes, row_functions
 from .float_isas import FLOAT_ISAS
 
 KEYS = 64  # of a block: their rows stay in L1 for all rows of queries
 WIDE = 4  # vectors of V's columns that are summed at a time
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes
 HIDDEN = np.float32(-np.inf)
-LARGEST = np.finfo(np.float32).max
-COARSE = np.float32(1e37)  # below minus this the LSE says that scores have left float32's range
 F = np.float32
 
 
@@ -353,7 +351,7 @@ def make_few_call(name: str, kind: str):
             out[t] = out[t] / total
             redo |= not abs(out[t]) <= LARGEST
         lse = F((top + np.log2(total)) * F(LN2))
-        return max(lse, -LARGEST), redo or not lse > -COARSE
+        return max(lse, -LARGEST), redo or not lse > LOWEST
 
     @kernel
     def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, factors):

@@ -28,6 +28,7 @@ KEYS = tiling("portable", "float32").key_block  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
 LARGEST = np.finfo(np.float32).max
+LOWEST = F(-1e37)  # a row whose maximum is lower has left float32: it is computed again in float64
 
 
 class Given(NamedTuple):
@@ -65,11 +66,11 @@ def broadcast_row(x, b, h, i, first, stop):
 
 @functools.cache
 def row_functions(double: bool):
-    """What the row kernels call, in float64 or float32: dot, soften, change, nothing_seen."""
+    """What the row kernels call, in float64 or float32: dot, apply_softcap, change, nothing_seen."""
     R = np.float64 if double else np.float32
 
     @inline
-    def soften(semantics, s):
+    def apply_softcap(semantics, s):
         """Softcap of scores in units of log2."""
         cap = R(semantics.softcap)
         for j in range(s.size):
@@ -111,7 +112,7 @@ def row_functions(double: bool):
             total += x[e] * R(y[e])
         return total
 
-    return dot, soften, change, nothing_seen
+    return dot, apply_softcap, change, nothing_seen
 
 
 @functools.cache
@@ -120,7 +121,7 @@ def option_changes(double: bool):
     key `first` on.
     """
     R = np.float64 if double else np.float32
-    _, soften, change, _ = row_functions(double)
+    _, apply_softcap, change, _ = row_functions(double)
 
     @inline
     def apply_options(semantics, b, h, i, first, s):
@@ -130,7 +131,7 @@ def option_changes(double: bool):
             corner = Corner(batch_of(functions, b), h, i, first)
             call_tile(function, Rows(s, 0, 0), 1, s.size, corner, R(LN2), R(LOG2E))
         if semantics.softcap > F(0):
-            soften(semantics, s)
+            apply_softcap(semantics, s)
         if semantics.general:
             change(semantics, b, h, i, first, s)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..isa.fexpa import exponential
 from ..isa.vectors import (
     I16,
@@ -24,6 +26,7 @@ LOWEST = -150.0  # 2**LOWEST is 0 in float32
 # 2**x is 0 below: times values down to 2**-14, weights then add up to normal numbers. Sums that
 # begin with a subnormal product cost Intel's CPUs 150 cycles each.
 FLOOR = -112
+GROWTH = np.float32(8)  # octaves that a maximum may grow before O is rescaled
 # EXP2's polynomial fitted on [0, 1), relative error 8.2e-8
 EXP2_FLOOR = (
     1.0,

@@ -179,7 +179,7 @@ def attend_packed(isa_name: str, pv: str, *rows: int):
 
 @functools.cache
 def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[..., bool]:
-    """call(at, out, room, numbers, factors) -> whether only the general way is right, and nothing
+    """call(at, out, room, numbers, factors) -> whether the operands need `general_int8`; then nothing
     was written.
 
     at : the addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows of contiguous
