@@ -26,13 +26,16 @@ machine()
 
 # %%
 import inspect
+import math
 
 import numpy as np
 
 import numflash
 from numflash.course import bars, check, figure, roof, rounds, table
 from numflash.cpu.backward import operands
+from numflash.cpu.backward.tiled import scratch_kinds
 from numflash.cpu.study import backward_plain
+from numflash.jit.target import FLOAT_ISAS, available
 from numflash.jit.threads import limit, most
 from numflash.tiling import Caches
 
@@ -186,7 +189,11 @@ print(f"equal bits on 1 and {most()} threads: {equal}")
 # registers. The working set:
 
 # %%
-sizes = {b.name: b.nbytes({"d": 64}) / 1024 for b in operands.BUFFERS}
+isa = available(FLOAT_ISAS)[0]
+scratch = scratch_kinds(isa, (64, 64), 1)  # of one worker at D = 64, as the kernel's plan allocates them
+sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize / 1024 for name, (dtype, shape) in scratch.items()}
+sizes = {name: size for name, size in sizes.items() if size}
+sizes["Q, dO (both forms), dQ"] = 5 * operands.QUERIES * 64 * 4 / 1024
 caches = Caches.of_this_machine()
 table(["buffer", "KiB"], [*sizes.items(), ["together", sum(sizes.values())]])
 print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.levels()))

@@ -10,7 +10,6 @@ from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LOG2E
-from ...tiling import Buffer
 from ...validation import Problem
 from ..problem_arrays import NO_LIMIT, slope_functions
 from ..semantics import ScoreTiles
@@ -21,14 +20,6 @@ F = np.float32
 KEYS = 144
 QUERIES = 64
 HIDDEN = F(-np.inf)
-BUFFERS = (
-    Buffer("K, V rows", KEYS, "d", "float32", 2),
-    Buffer("dK, dV", KEYS, "d", "float32", 2),
-    Buffer("Q, dO packed", QUERIES, "d", "float32", 2),
-    Buffer("Q, dO rows", QUERIES, "d", "float32", 2),
-    Buffer("dQ", QUERIES, "d", "float32"),
-    Buffer("P, dS, dS^T", KEYS, QUERIES, "float32", 3),
-)
 
 
 class Operands(NamedTuple):
@@ -104,13 +95,27 @@ class Scratch(NamedTuple):
     """Tiles of W workers, on cache lines, or without the first dimension those of one. The first
     three and the sums are float32.
 
-    scores, slopes (W, KEYS * QUERIES) : S^T, then dP^T and dS^T
-    transposed (W, (QUERIES and a register tile's rows) * KEYS) : dS
+    scores, slopes (W, KEYS * QUERIES) : see below
+    transposed (W, (QUERIES and a register tile's rows) * KEYS)
     p, ds, ds_turned : P^T, dS^T and dS as left operands; empty for float32, which has the first three
     k, v (W, KEYS, columns) : a block's keys and values as left operands
     k_right : its keys as a right operand; empty for float32, which has k
     room (W, KEYS * most columns) float32 : rows on their way to bfloat16, empty for float32
     dk, dv (W, KEYS, columns)
+
+    What the first three hold, step by step (`flash_backward.work_of`):
+
+    =================  ===============  ==================  ======================
+    after              scores           slopes              transposed
+    =================  ===============  ==================  ======================
+    products           S^T              dP^T
+    weigh              P^T              dS^T                with a cap or a function: dS^T of the
+                                                            scores that the mask was applied to
+    add_gradients      P^T              dS^T                dS
+    =================  ===============  ==================  ======================
+
+    For float32 `p` is `scores`, `ds` is `slopes`, `ds_turned` is `transposed` and `k_right` is `k`: the
+    operands of the last products are where they were computed. For bfloat16 they are rounded copies.
     """
 
     scores: np.ndarray

@@ -68,7 +68,8 @@ def make_group_weights(name: str, key_block: int):
         """Scores x[at:] of row i to weights p = 2**(x * factor - maximum), and their sum to l.
 
         factor > 0 : what a score is multiplied by to be in octaves; 1 where options have done so
-        """        x, m = state.x, state.m
+        """
+        x, m = state.x, state.m
         if m[i] == HIDDEN or exceeds(x, at, count, factor, F(m[i] + GROWTH)):
             grow_row(state, i, at, count, factor)
             if not abs(m[i]) < COARSE:
