@@ -86,6 +86,8 @@ def attention(
         "fp32" elsewhere; not on a card) or float32 ("fp32"; not for arrays on a card, nor on
         sm_75). With floats the output's last digits depend on the CPU.
     layout : "bhld" or "blhd"
+        The order of query's, key's and value's dimensions, and of the results': "blhd" is
+        (B, L, H, D), as FlashAttention 2's.
     return_lse : bool
         Also return the log-sum-exp of each row.
     impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
@@ -345,9 +347,13 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     value : QuantizedTensor (B, Hkv, S, Dv), granularity "channel" or "tensor"; any with pv="bf16" or "fp32"
     impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
         As `attention` takes it.
-    options
-        attn_mask, is_causal, scale, enable_gqa, window, alignment, key_lengths, softcap,
-        alibi_slopes, sinks, pv, return_lse: as `attention` takes them.
+    attn_mask, is_causal, scale, enable_gqa, window, alignment, key_lengths
+        Which keys a row attends to, and the scale: as `attention` takes them.
+    softcap, alibi_slopes, sinks
+        Changes of the scores, as `attention` takes them.
+    pv : "int8", "int16", "bf16" or "fp32"
+        The weights, as `attention` takes them.
+    return_lse : bool
 
     Returns
     -------
@@ -356,7 +362,10 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
 
     Raises
     ------
-    ArgumentError, ArgumentTypeError, UnsupportedError
+    ArgumentError, ArgumentTypeError
+        Naming the argument, what came and what is allowed.
+    UnsupportedError
+        What `impl` names cannot run here.
     """
     call = call_keys.key_of_quantized(query, key, value, options, impl)
     plan = plan_store.find(call)

@@ -107,7 +107,15 @@ class DecodeEngine:
         self._query, self._output, self.state = query, None, State.READY
 
     def decode(self) -> None:
-        """Attention of the loaded query over the cache."""
+        """Attention of the loaded query over the cache.
+
+        Raises
+        ------
+        StateError
+            No query is loaded.
+        ArgumentError, ArgumentTypeError, UnsupportedError
+            As `KVCache.decode` raises them; the state stays as it was.
+        """
         self._allow("decode", State.READY)
         self._output = self._cache.decode(self._query, out=self._out(self._query))
 
@@ -121,10 +129,18 @@ class DecodeEngine:
         return self._buffer
 
     def get_output(self) -> np.ndarray:
-        """The output (B, H, n, Dv) of the last `decode`.
+        """The output of the last `decode`.
 
-        For a float32 NumPy query it is the engine's own buffer, so that a step allocates nothing:
-        the next `decode` writes over it.
+        Returns
+        -------
+        out : (B, H, n, Dv) array of the query's kind and dtype
+            For a float32 NumPy query the engine's own buffer, so that a step allocates nothing: the
+            next `decode` writes over it.
+
+        Raises
+        ------
+        StateError
+            Nothing was decoded since `load_qkv`.
         """
         self._allow("get_output", State.READY, State.OUTPUT_READY)
         if self._output is None:
@@ -135,7 +151,13 @@ class DecodeEngine:
         return self._output
 
     def reset(self) -> None:
-        """Empty the cache for a new generation; its memory stays."""
+        """Empty the cache for a new generation; its memory stays.
+
+        Raises
+        ------
+        StateError
+            `init` has not been called.
+        """
         self._allow("reset", State.INITIALISED, State.READY, State.OUTPUT_READY)
         self._cache.reset()
         self._query, self._output, self.state = None, None, State.INITIALISED

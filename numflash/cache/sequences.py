@@ -26,16 +26,23 @@ class Sequences(Holdings):
     """
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in every sequence; what is stored stays.
-
-        A ring needs no room.
+        """Make room for more tokens in every sequence; what is stored stays.
 
         New memory is allocated and the tokens are copied, so double the size rather than adding a
         little.
 
+        Parameters
+        ----------
+        tokens : int
+            The least `max_length` from now on, 1 to 2**31. A ring needs no room, and a smaller number
+            than the present one changes nothing.
+
         Raises
         ------
         ArgumentError, ArgumentTypeError
+            `tokens` is no such integer.
+        MemoryError
+            There is not so much memory; the cache is as before.
         """
         memory = self._open()
         tokens = integer("tokens", tokens, 1, MAX_LENGTH)
@@ -43,13 +50,18 @@ class Sequences(Holdings):
             self._memory = reserved(memory, tokens)
 
     def truncate(self, lengths: Any) -> None:
-        """Keep the first `lengths` tokens of each sequence: an integer for all, or one for each.
+        """Keep the first tokens of each sequence: what drops speculated tokens.
+
+        Parameters
+        ----------
+        lengths : int or (B,) integers
+            How many tokens to keep, of all sequences or of each; 0 to what it holds.
 
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            Also for a ring that has dropped tokens which the last remaining one attends to; it
-            keeps 64 tokens or more beyond its window.
+            Other numbers; and a ring that has dropped tokens which the last remaining one attends to:
+            it keeps 64 tokens or more beyond its window.
         CacheFullError
             A page shared with another sequence has to be copied, and the pool has none left.
         """
@@ -70,14 +82,18 @@ class Sequences(Holdings):
     def reorder(self, index: Any) -> None:
         """Make sequence i of the cache a copy of the present sequence `index[i]`.
 
-        n indices leave n sequences.
-
         For beam search and for dropping finished sequences. In a cache with pages the tables move
         and only partly filled pages are copied; otherwise a sequence named twice is copied.
 
+        Parameters
+        ----------
+        index : (n,) integers, each 0 to B - 1
+            The cache has n sequences afterwards.
+
         Raises
         ------
-        ArgumentError
+        ArgumentError, ArgumentTypeError
+            Other indices.
         CacheFullError
             A pool of a given size has no page left for a copy.
         """
@@ -94,16 +110,26 @@ class Sequences(Holdings):
         self._memory = selected(memory, given.astype(np.intp))
 
     def repeat(self, n: int) -> None:
-        """Make n copies of every sequence, next to each other.
+        """Make n copies of every sequence, next to each other: `reorder([0] * n + [1] * n + ...)`.
 
-        `reorder([0] * n + [1] * n + ...)`.
+        Parameters
+        ----------
+        n : int
+            1 or more.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            `n` is no such integer.
+        CacheFullError
+            A pool of a given size has no page left for a copy.
         """
         memory = self._open()
         n = integer("n", n, 1, memory.backend.MAX_BATCH)
         self.reorder(np.arange(memory.batch).repeat(n))
 
     def copy(self) -> Self:
-        """A cache of its own with the same content."""
+        """A cache of its own with the same content, which later calls on this one do not change."""
         memory = self._open()
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
@@ -122,14 +148,24 @@ class Sequences(Holdings):
         )
 
     def share(self, source: int, target: int, length: int | None = None) -> None:
-        """Let an empty sequence start with the first `length` tokens of another (all unless given).
+        """Let an empty sequence start with the first tokens of another, in a cache with pages.
 
-        Full pages are shared and read-only from then on (no append ever writes to a full page); the
-        tokens of the last, partial page are copied.
+        Full pages are shared (no append ever writes to a full page); the tokens of the last, partial
+        page are copied.
+
+        Parameters
+        ----------
+        source, target : int
+            Sequences, 0 to B - 1; `target` holds no token.
+        length : int, optional
+            How many tokens; all of the source's unless given.
 
         Raises
         ------
-        CacheFullError, ArgumentError, ArgumentTypeError
+        ArgumentError, ArgumentTypeError
+            Other numbers, or a cache without pages.
+        CacheFullError
+            The pool has no page left for the copy.
         """
         memory = self._open()
         store = memory.store
@@ -152,9 +188,12 @@ class Sequences(Holdings):
         store.lengths[b] = n
 
     def reset(self, sequences: Any = None) -> None:
-        """Empty the given sequences (all unless given) and return their pages.
+        """Empty sequences, and return their pages to the pool. Memory stays allocated.
 
-        Memory stays allocated.
+        Parameters
+        ----------
+        sequences : int or integers, each 0 to B - 1, optional
+            All sequences unless given.
 
         Raises
         ------

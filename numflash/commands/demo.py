@@ -12,7 +12,7 @@ from ..cpu.isa.isas import VECTOR_ISAS
 from ..errors import UnsupportedError
 from ..jit import target
 from ..jit.cache_files import files, folders
-from ..jit.threads import limit, most
+from ..jit.threads import check_threads, most
 from ..measure import metrics, phases, roofline
 from ..measure.console import Progress, Table, count
 from ..measure.contenders import PEER, Case, compete, contenders
@@ -167,8 +167,8 @@ def tiling_text(isa: str) -> str:
 
 def run(threads: int = 1) -> dict[str, Any]:
     """Print the four tables as they come; returns them as data."""
-    with limit(threads):  # an impossible number is refused before anything runs
-        isa = target.available()[0]
+    check_threads(threads)
+    isa = target.available()[0]
     with_phases = isa in VECTOR_ISAS
     cases = len(LENGTHS) * len(HEAD_DIMS) * len(contenders())
     fresh = folders() and not files()  # nothing has been compiled here, and it could be kept

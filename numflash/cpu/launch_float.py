@@ -14,7 +14,7 @@ from ..interop.arrays import address, carray, to_float32
 from ..jit import target
 from ..jit.memory import fresh
 from ..jit.scratch import Layout
-from ..jit.threads import threads_stay
+from ..jit.threads import restoring_threads
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
@@ -191,7 +191,7 @@ class FloatPlan(Plan):
         """The same for addresses."""
         with self.scratch() as (room, numbers):
             lse = lse if with_lse else room + int(numbers[LSE])
-            if threads_stay(self.call, q, k, v, out, lse, room, numbers, self.factors):
+            if restoring_threads(self.call, q, k, v, out, lse, room, numbers, self.factors):
                 self.rescue(q, k, v, out, lse, room + int(numbers[REDO]))
 
     def rescue(self, q: int, k: int, v: int, out: int, lse: int, redo: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ..interop.arrays import Memory
 from ..jit.memory import fresh
 from ..jit.scratch import Layout
-from ..jit.threads import threads_stay
+from ..jit.threads import restoring_threads
 from ..numerics import fixedpoint as fx
 from ..numerics.fixedpoint import FIRST_KEYS
 from ..numerics.quantization import QuantizedTensor
@@ -191,7 +191,7 @@ class Int8Plan(Plan):
         self, operands: tuple[int, ...], numbers: np.ndarray, out: int, lse: int, ready: Any = None
     ) -> None:
         with self.scratch(numbers) as (room, numbers):
-            if threads_stay(self.call, operands, out, room, numbers, self.factors):
+            if restoring_threads(self.call, operands, out, room, numbers, self.factors):
                 self._run_general(operands, numbers, out, lse, ready)
             elif lse:
                 self._write_lse(room, numbers, lse, ready)

@@ -37,6 +37,9 @@ class BlockMask:
     seq_lengths : (L, S)
     BLOCK_SIZE : (queries, keys) of a block
     shape : (B, H, L, S)
+    by_function : bool
+        The blocks say no more than `mask_mod`: for batch entries and heads that it tells apart and the
+        blocks do not, kernels ask the function.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class BlockMask:
         self.shape = (*batch_and_heads, *seq_lengths)
         self._finer = (self.states, block_size) if finer is None else finer  # what kernels skip by
         self._last: Fused | None = None
-        self._by_function = False  # the blocks say no more than `mask_mod`
+        self.by_function = False
 
     def _fused(self, prepared: Prepared, entries: int, heads: int) -> Fused:
         """The functions with these blocks as a problem carries them; kept for the next call.
@@ -62,7 +65,7 @@ class BlockMask:
         """
         assert prepared.mask is not None
         sizes = (("b", self.shape[0], entries), ("h", self.shape[1], heads))
-        if self._by_function and any(
+        if self.by_function and any(
             made < asked and name in prepared.mask.uses for name, made, asked in sizes
         ):
             return fused_of(prepared)
@@ -228,7 +231,21 @@ class BlockMask:
     def to_string(self, b: int = 0, h: int = 0, limit: int = WIDEST) -> str:
         """The blocks of one head as a picture: full ██, in part ░░, empty blank.
 
-        At most `limit` wide.
+        Parameters
+        ----------
+        b, h : int
+            Batch entry and head; of a mask that is the same for all, 0.
+        limit : int
+            Most blocks in a line and most lines; several blocks share a place where there are more.
+
+        Returns
+        -------
+        str
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            No such batch entry, head or limit.
         """
         states = self._of_head(b, h)
         step = max(1, -(-max(states.shape) // _size("limit", limit)))
@@ -247,7 +264,26 @@ class BlockMask:
         return str(self)
 
     def plot(self, b: int = 0, h: int = 0, ax: Any = None) -> Any:
-        """Draw the blocks of one head with matplotlib; returns the axes."""
+        """Draw the blocks of one head with matplotlib.
+
+        Parameters
+        ----------
+        b, h : int
+            Batch entry and head; of a mask that is the same for all, 0.
+        ax : matplotlib.axes.Axes, optional
+            The present axes unless given.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            No such batch entry or head.
+        ImportError
+            matplotlib is not installed.
+        """
         import matplotlib.pyplot as plt
 
         ax = plt.gca() if ax is None else ax
@@ -351,6 +387,12 @@ def create_block_mask(
         function is asked for each pair.
     Q_LEN, KV_LEN : int
     BLOCK_SIZE : int or (queries, keys)
+        Rows and keys of a block.
+
+    Returns
+    -------
+    BlockMask
+        For `flex_attention`; `print` shows its blocks as a picture.
 
     Raises
     ------
@@ -375,12 +417,21 @@ def create_block_mask(
         small = block[0] // FINER, block[1] // FINER
         finer = prepared.block_states(sizes, small), small
     made = BlockMask(mask_mod, states, (length, s), block, (nb, nh), finer)
-    made._by_function = True
+    made.by_function = True
     return made
 
 
 def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
     """A mask function that is True where all of the given ones are.
+
+    Parameters
+    ----------
+    mask_mods : functions of (b, h, q_idx, kv_idx)
+        None of them: a mask that hides nothing.
+
+    Returns
+    -------
+    function of (b, h, q_idx, kv_idx)
 
     Raises
     ------
@@ -400,6 +451,15 @@ def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
 
 def or_masks(*mask_mods: MaskFunction) -> MaskFunction:
     """A mask function that is True where at least one of the given ones is.
+
+    Parameters
+    ----------
+    mask_mods : functions of (b, h, q_idx, kv_idx)
+        None of them: a mask that hides everything.
+
+    Returns
+    -------
+    function of (b, h, q_idx, kv_idx)
 
     Raises
     ------

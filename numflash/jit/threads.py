@@ -151,13 +151,10 @@ def check_stacks() -> None:
 
 @contextmanager
 def limit(threads: int | None) -> Iterator[int]:
-    """Run what is inside on `threads` threads, then restore the old number.
-
-    None leaves the number as it is.
-    """
+    """Run what is inside on `threads` threads, or as many as now for None, then restore the number."""
     before = count()
-    if threads is not None and not 1 <= threads <= most():
-        raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
+    if threads is not None:
+        check_threads(threads)
     try:
         if threads not in (None, before):  # setting costs a tenth of a short kernel's call
             numba.set_num_threads(threads)
@@ -167,7 +164,7 @@ def limit(threads: int | None) -> Iterator[int]:
             numba.set_num_threads(before)
 
 
-def threads_stay(call: Callable[..., Any], *arguments: Any) -> Any:
+def restoring_threads(call: Callable[..., Any], *arguments: Any) -> Any:
     """call(*arguments), a kernel that may set the number of threads: after an error in it, whose memory
     was not enough, there are as many as before.
     """
@@ -208,38 +205,53 @@ def one_at_a_time() -> AbstractContextManager[Any]:
     return _kernels if _serialised() else _nothing
 
 
-def get_num_threads() -> int:
-    """Threads that calls of this Python thread use, at most.
+def check_threads(threads: int) -> None:
+    """Raise unless kernels can run on so many threads."""
+    if isinstance(threads, bool) or not isinstance(threads, Integral):
+        raise ArgumentTypeError(f"threads: got {threads!r}; allowed: an integer, 1 to {most()}")
+    if not 1 <= threads <= most():
+        raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
 
-    Problems too small for all of them use fewer.
+
+def get_num_threads() -> int:
+    """Threads that calls of this Python thread use, at most; problems too small for all use fewer.
+
+    Returns
+    -------
+    int
+        What `set_num_threads` was given, else as many as Numba started with.
     """
     return count()
 
 
 def set_num_threads(threads: int) -> None:
-    """Let calls of this Python thread use that many threads, 1 to as many as Numba started with
-    (`NUMBA_NUM_THREADS`).
+    """Let calls of this Python thread use that many threads.
 
     Results do not depend on it. `numflash.torch` follows `torch.get_num_threads()` instead.
+
+    Parameters
+    ----------
+    threads : int
+        1 to as many as Numba started with (`NUMBA_NUM_THREADS`).
 
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        Not an integer from 1 to the threads that there are.
+        Not such an integer.
     """
-    if isinstance(threads, bool) or not isinstance(threads, Integral):
-        raise ArgumentTypeError(f"threads: got {threads!r}; allowed: an integer, 1 to {most()}")
-    if not 1 <= threads <= most():
-        raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
+    check_threads(threads)
     count()
     numba.set_num_threads(int(threads))
 
 
 @contextmanager
 def num_threads(threads: int) -> Iterator[int]:
-    """Within this context, calls of this Python thread use that many threads.
+    """Within this context, calls of this Python thread use that many threads; then as many as before.
 
-    Then as many as before.
+    Parameters
+    ----------
+    threads : int
+        As `set_num_threads` takes it.
 
     >>> with num_threads(1) as n:
     ...     n == get_num_threads() == 1

@@ -22,7 +22,7 @@ from ..cpu.study import reference_float32
 from ..dispatch.backends import solve
 from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
-from ..jit.threads import limit
+from ..jit.threads import check_threads, limit
 from ..numerics import quantization
 from ..tiling import MAX_HEAD_DIM
 from ..validation.options import Options
@@ -181,8 +181,7 @@ def check_request(head_dim: int, *threads: int) -> None:
     if head_dim > MAX_HEAD_DIM:
         raise ArgumentError(f"head_dim: got {head_dim}; allowed: 1 to {MAX_HEAD_DIM}")
     for n in threads:
-        with limit(n):
-            pass
+        check_threads(n)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def _block_mask(given: Any) -> BlockMask | None:
             given.mask_mod,
             given.seq_lengths,
         )
-        made._by_function = True  # PyTorch's own code on the CPU uses nothing but the function
+        made.by_function = True  # PyTorch's own code on the CPU uses nothing but the function
         _converted[given] = made
     return _converted[given]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...jit.scratch import Layout, in_scratch
-from ...jit.threads import threads_stay
+from ...jit.threads import restoring_threads
 from ...numerics.fixedpoint import LOG2E
 from ...tiling import Store
 from ...validation import Problem
@@ -84,7 +84,7 @@ class GradientPlan:
         skip (N, L) bool, exact_delta (N, L) float64 as in `held.Found`; None where all are held
         """
         with in_scratch(self.layout, self.numbers, PLACES) as (room, numbers):
-            if not threads_stay(self.call, *operands, room, numbers, self.reals):
+            if not restoring_threads(self.call, *operands, room, numbers, self.reals):
                 return None
             nb, nh, _, length, _, _, _ = self.shape
             skip, delta = (
