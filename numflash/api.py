@@ -12,9 +12,10 @@ from . import validation
 from .dispatch import call_keys, plan_store
 from .dispatch.backends import solve, solve_backward
 from .dispatch.option_gradients import OPERANDS, of_mask, of_sinks, refuse_on_card, split_wrt
-from .errors import ArgumentError, UnsupportedError
+from .dispatch.packed import solve_packed
+from .errors import UnsupportedError
 from .interop.arguments import choice, refuse_unknown
-from .interop.arrays import convert, deliver, import_array, on_device, restore
+from .interop.arrays import deliver, import_array, on_device, restore
 from .validation.options import COMMON, IMPLS, Options
 
 
@@ -458,36 +459,16 @@ def attention_varlen(
     choice("impl", impl, IMPLS)
     asked = Options(is_causal=is_causal, return_lse=return_lse, layout="blhd", **options)
     operands = validation.import_operands(query, key, value)
-    for name, x in zip(("query", "key", "value"), operands, strict=True):
-        if x.array.ndim != 3:
-            raise ArgumentError(
-                f"{name}: got shape {x.array.shape}; allowed: three dimensions, (total, H, D)"
-            )
-    shape = operands[0].array.shape
-    cu_q = validation.cumulative("cu_seqlens_q", cu_seqlens_q, shape[0])
-    cu_k = validation.cumulative("cu_seqlens_k", cu_seqlens_k, operands[1].array.shape[0])
-    if len(cu_q) != len(cu_k):
-        raise ArgumentError(
-            f"cu_seqlens_k: got {len(cu_k)} entries; allowed: as many as cu_seqlens_q, {len(cu_q)}"
-        )
+    cuts = validation.cuts_of(operands, cu_seqlens_q, cu_seqlens_k)
     whole = validation.problem_of(operands, asked)
     functions = None
     if score_mod is not None or mask_mod is not None:
         from .flex.attention import of_sequences
 
         functions = of_sequences(score_mod, mask_mod, whole, impl)
-    out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
-    lse = np.full(shape[:2], -np.inf, np.float32)
-    parts = []
-    for batch, chosen in validation.sequences(whole, cu_q, cu_k, asked.alignment):
-        problem = batch if functions is None else functions(batch, chosen)
-        part, part_lse = solve(problem, impl)
-        validation.scattered(out, convert(part, "float32"), cu_q, chosen)
-        if part_lse is not None:
-            validation.scattered(lse, part_lse, cu_q, chosen)
-        parts.append((problem, chosen))
+    out, lse, parts = solve_packed(whole, cuts, asked.alignment, functions, impl)
     if call is not None:
-        plan_store.keep_packed(call, parts, (cu_q, cu_k), operands[0], asked, impl)
+        plan_store.keep_packed(call, parts, cuts, operands[0], asked, impl)
     return deliver(out, lse, operands[0], return_lse)
 
 

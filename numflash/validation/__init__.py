@@ -16,12 +16,12 @@ from .operands import (
     tensor,
 )
 from .option_arrays import described, lengths
-from .packed import cumulative, gathered, scattered, sequences
+from .packed import cuts_of, gathered, scattered, sequences
 
 __all__ = [
     "LARGEST_LSE",
     "Problem",
-    "cumulative",
+    "cuts_of",
     "describe",
     "described",
     "gathered",

@@ -5,17 +5,17 @@ Sequences of similar lengths are padded to one length and share a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop.arrays import import_array, writable
+from ..interop.arrays import Imported, import_array, writable
 from .description import Problem
 
 
-def cumulative(name: str, x: Any, total: int) -> np.ndarray:
+def _cumulative(name: str, x: Any, total: int) -> np.ndarray:
     """(N + 1,) int64 cumulative lengths from 0 to `total`."""
     array = import_array(name, x).array
     if array.dtype.kind not in "iu":
@@ -38,6 +38,31 @@ def shorten(array: np.ndarray) -> str:
 # Multiplications that take about as long as a call: sequences share a call where filling them up to
 # one length costs less.
 CALL_COST = 1e6
+
+
+def cuts_of(
+    operands: Sequence[Imported], cu_seqlens_q: Any, cu_seqlens_k: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where the sequences of packed query, key and value begin and end: (N + 1,) int64 of queries and
+    of keys.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        Operands that are not (total, H, D), or lengths that do not fit them or each other.
+    """
+    for name, x in zip(("query", "key", "value"), operands, strict=True):
+        if x.array.ndim != 3:
+            raise ArgumentError(
+                f"{name}: got shape {x.array.shape}; allowed: three dimensions, (total, H, D)"
+            )
+    cu_q = _cumulative("cu_seqlens_q", cu_seqlens_q, operands[0].array.shape[0])
+    cu_k = _cumulative("cu_seqlens_k", cu_seqlens_k, operands[1].array.shape[0])
+    if len(cu_q) != len(cu_k):
+        raise ArgumentError(
+            f"cu_seqlens_k: got {len(cu_k)} entries; allowed: as many as cu_seqlens_q, {len(cu_q)}"
+        )
+    return cu_q, cu_k
 
 
 def sequences(

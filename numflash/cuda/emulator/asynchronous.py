@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..instructions.tensormap import TensorMap
-from .alu import Run, binds
+from .binders import Run, binds
 from .errors import Fault
 from .memory import PENDING, sectors, wavefronts
 from .parse import Instruction, vector

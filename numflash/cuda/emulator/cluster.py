@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .alu import Run, binds, write
+from .binders import Run, binds, write
 from .errors import Fault
 from .parse import Instruction
 

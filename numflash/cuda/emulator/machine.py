@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # they register their instructions
-from . import asynchronous, cluster, conversions, products, rules, tensor, transfer, waits  # noqa: F401
-from .alu import BINDERS
+from . import alu, asynchronous, cluster, conversions, products, rules, tensor, transfer, waits  # noqa: F401
+from .binders import BINDERS
 from .errors import EmulatorError, Fault
 from .parse import Instruction, Program
 from .registers import Launch, Registers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .alu import Run, binds
+from .binders import Run, binds
 from .errors import Fault
 from .memory import IN_FLIGHT
 from .parse import Instruction, vector

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .alu import DTYPES
+from .binders import DTYPES
 from .errors import EmulatorError, Fault
 from .memory import RESERVED, Global, Shared
 from .parse import Program

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .alu import write
+from .binders import write
 from .errors import Fault
 from .parse import Instruction, Program, names_in, vector
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .alu import DTYPES, Run, binds, write
+from .binders import DTYPES, Run, binds, write
 from .errors import Fault
 from .memory import sectors, wavefronts
 from .parse import Instruction, vector
