@@ -300,7 +300,12 @@ def transform_row(semantics, b, h, i, first, x):
 
 @inline
 def below_octave(top):
-    """`fixedpoint.below_octave` in selections, which become instructions on vectors of rows."""
+    """`fixedpoint.below_octave` in selections, which become instructions on vectors of rows.
+
+    `top` is a Q8.8 number of whole eighths of an octave, 0 or below: top >> 5 counts the eighths, since
+    an octave is 256. Their three bits stand for a half, a quarter and an eighth of an octave, whose
+    powers of two are multiplied: -96 is 3 eighths, 2**-(1/4) * 2**-(1/8).
+    """
     n = -(top >> 5)
     half = fx.HALF_OCTAVE if n & 4 else F(1)
     quarter = fx.QUARTER_OCTAVE if n & 2 else F(1)
@@ -311,7 +316,10 @@ def below_octave(top):
 def narrow_row(x, out):
     """Q8.8 float32 scores to int16 relative to the row's own octave: (octave, the largest, any NaN).
 
-    -inf is hidden.
+    -inf is hidden. An octave is one unit of log2, 256 in Q8.8. The row's octave is the whole one at or
+    above its largest score, so that what is stored is 0 or below and 2**(stored / 256) is at most 1.
+    Scores of 700 and 300 (2**2.73 and 2**1.17): the octave is 3, `base` is 768, and -68 and -468 are
+    stored. What lies more than 127 octaves below is hidden as well.
     """
     top, spoiled = F(-np.inf), False
     for j in range(x.size):

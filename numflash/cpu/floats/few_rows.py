@@ -174,8 +174,9 @@ def make_work(name: str, kind: str):
     """work(task, few): the states of one part of the keys of one KV head."""
     isa = FLOAT_ISAS[name]
     lanes, size = isa.lanes, SIZES[kind]
+    # of the first row, which also prefetches the next keys, and of the others
     first_scores, scores_of = (key_scores(name, kind, ahead) for ahead in (True, False))
-    add22, add21, add12, add11 = (
+    two_rows_wide, two_rows, one_row_wide, one_row = (
         add_values(name, kind, rows, width) for rows in (2, 1) for width in (WIDE, 1)
     )
     top_of = float_rows.row_max(name)
@@ -243,13 +244,13 @@ def make_work(name: str, kind: str):
                 wide = t + WIDE * lanes <= dv
                 to, place = address(o) + (r * dv + t) * 4, v + t * size
                 if two and wide:
-                    add22(p, KEYS * 4, place, row, count, to, sums)
+                    two_rows_wide(p, KEYS * 4, place, row, count, to, sums)
                 elif two:
-                    add21(p, KEYS * 4, place, row, count, to, sums)
+                    two_rows(p, KEYS * 4, place, row, count, to, sums)
                 elif wide:
-                    add12(p, KEYS * 4, place, row, count, to, sums)
+                    one_row_wide(p, KEYS * 4, place, row, count, to, sums)
                 else:
-                    add11(p, KEYS * 4, place, row, count, to, sums)
+                    one_row(p, KEYS * 4, place, row, count, to, sums)
                 t += WIDE * lanes if wide else lanes
             r += 2 if two else 1
 

@@ -64,8 +64,16 @@ def make_narrow_scores(isa_name: str):
 def make_block_scores(isa_name: str, pv: str):
     """f(job, semantics, block, called, wide, scratch): scores x of a block, `state.octave` and `state.top`.
 
-    wide : whether int16 will not hold them, as far as is known. Returns whether each row uses
-    every key of the block, whether some row uses none, and whether scores left int16.
+    wide : whether int16 will not hold them, as far as is known
+
+    Returns (inside, unused, left): whether each row uses every key of the block, whether some row may
+    use none of them, and whether scores left int16. A block goes one of these ways:
+
+    * Its scores fit int16, the usual case: from registers to int16 (`narrow_scores`, with functions
+      `function_block`). Where rows see a part of the block, the other scores are hidden afterwards.
+    * Some row's scores look as if they did not fit, but all that is hidden from it is the whole block,
+      by a function or a mask (`drop_unseen`): such rows become unseen, the other rows stay as they are.
+    * They do not fit: computed once more, in float32 relative to each row's own top (`wide_scores`).
     """
     narrow_scores = make_narrow_scores(isa_name)
     wide_scores = make_wide_scores(isa_name, pv)

@@ -261,7 +261,18 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
 
     @bare(forceinline=True)
     def attend_tile(job, operands, semantics, sizes, scratch):
-        """The first keys, then every block of keys that the tile's rows attend to."""
+        """The first keys, then every block of keys that the tile's rows attend to.
+
+        Blocks go one by one through `attend_block`. On AMX a run of blocks without options goes
+        through the stream instead (`stream_blocks`), which keeps scores in int16 and gives up where
+        they leave it. What then happens is in `streaming`:
+
+        * FROM_FIRST: the stream takes all runs. Where it gives up, everything starts again with
+          NEVER; with a function whose first block made it give up, with FROM_SECOND.
+        * FROM_SECOND: the first block by itself, the stream from then on. Scores of a function are
+          kept relative to those of the block before, so that often only the first leaves int16.
+        * NEVER: block by block. Also without AMX, with options, with scores known to be large.
+        """
         place, tile, kv, state, functions = (
             job.place, job.tile, job.kv, job.state, semantics.functions
         )  # fmt: skip
