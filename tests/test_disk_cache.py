@@ -361,7 +361,7 @@ def test_a_kernel_from_the_disk_can_be_called_by_one_that_is_compiled(tmp_path):
 
 def test_the_log_names_a_kernel_and_not_its_digest():
     from numflash.cpu.floats.float_packing import make_pack_keys
-    from numflash.jit.disk_cache import shown_name
+    from numflash.jit.closures import shown_name
 
     function = make_pack_keys(8, 32, 1).py_func
     assert not function.__qualname__.endswith("pack_keys"), "a factory's kernel has a digest"
@@ -370,11 +370,11 @@ def test_the_log_names_a_kernel_and_not_its_digest():
 
 def test_a_file_that_changes_after_it_was_imported_matches_no_entry(monkeypatch):
     """Its code on disk is not the code that runs."""
-    from numflash.jit import disk_cache
+    from numflash.jit import sources
 
-    digest = functools.partial(disk_cache.source_digest.__wrapped__, disk_cache.__file__)
+    digest = functools.partial(sources.source_digest.__wrapped__, sources.__file__)
     assert digest() == digest()
-    monkeypatch.setattr(disk_cache, "IMPORTED", 0.0)
+    monkeypatch.setattr(sources, "IMPORTED", 0.0)
     assert digest() != digest()
-    monkeypatch.setattr(disk_cache.time, "time", lambda: 1.0)  # all files come from the future
+    monkeypatch.setattr(sources.time, "time", lambda: 1.0)  # all files come from the future
     assert digest() == digest()

@@ -78,7 +78,7 @@ def test_an_edited_helper_in_another_file_is_seen(tmp_path):
 
 
 def test_long_arrays_that_differ_in_the_middle_are_two_kernels():
-    from numflash.jit import compiler, disk_cache
+    from numflash.jit import closures, compiler
 
     one = np.zeros(5000, np.int32)
     other = np.zeros(5000, np.int32)
@@ -88,14 +88,14 @@ def test_long_arrays_that_differ_in_the_middle_are_two_kernels():
     def kernel_of(table):
         return compiler.kernel(lambda n: table[n])
 
-    assert disk_cache.salt(kernel_of(one)) != disk_cache.salt(kernel_of(other))
+    assert closures.salt(kernel_of(one)) != closures.salt(kernel_of(other))
 
 
 def test_a_helper_with_other_options_is_another_kernel():
     """Two kernels that differ only in the options of a function they call must not share compiled
     code.
     """
-    from numflash.jit import compiler, disk_cache
+    from numflash.jit import closures, compiler
 
     one = 1
 
@@ -110,11 +110,11 @@ def test_a_helper_with_other_options_is_another_kernel():
 
     for helper in (plain, closing):
         salts = {
-            disk_cache.salt(caller(compiler.kernel(helper, **options)))
+            closures.salt(caller(compiler.kernel(helper, **options)))
             for options in ({}, {"float_math": True}, {"inline": "always"})
         }
         assert len(salts) == 3
-        assert disk_cache.salt(caller(compiler.kernel(helper))) == disk_cache.salt(
+        assert closures.salt(caller(compiler.kernel(helper))) == closures.salt(
             caller(compiler.kernel(helper))
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 
 from ..cuda.kernels import score_functions
-from ..jit.disk_cache import source_digest
+from ..jit.sources import source_digest
 from .emit import TileWriter
 from .graph import Node, reachable
 from .lanes import F32, I32, I64, LOG2E, Lanes

@@ -20,7 +20,9 @@ import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-from ..jit.disk_cache import folder_of, logger, source_digest
+from ..jit.announcements import logger
+from ..jit.disk_cache import folder_of
+from ..jit.sources import source_digest
 from ..jit.target import FLOAT_ISAS, missing
 from ..jit.trust import read
 from ..jit.whole import write_whole

@@ -15,8 +15,9 @@ from numba.core import codegen, compiler
 from numba.core.registry import CPUDispatcher, cpu_target
 
 from ..errors import UnsupportedError
+from .closures import named, salt
 from .collector import resting
-from .disk_cache import cached, named, salt, separate_functions, symbols
+from .disk_cache import cached, separate_functions, symbols
 from .interrupts import uninterrupted
 from .tuples import pass_whole
 

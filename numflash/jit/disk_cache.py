@@ -14,175 +14,22 @@ import contextlib
 import functools
 import hashlib
 import io
-import linecache
-import logging
 import os
 import pickle
-import re
-import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import llvmlite.binding as llvm
-import numpy as np
 from numba.core import caching, codegen
 from numba.core.runtime import _nrt_python
 
 from . import guard, target
+from .announcements import announce, logger, not_saved
+from .closures import salt, shown, shown_name
+from .sources import source_digest
 from .trust import read, refused, trusted_folder
 from .whole import new_file
-
-logger = logging.getLogger("numflash")
-
-
-IMPORTED = time.time()
-
-# Names of files are text with slashes here: a Path takes twenty times as long.
-ROOT = Path(__file__).parents[1].as_posix()
-
-
-@functools.cache
-def _files() -> frozenset[str]:
-    """The package's own source files."""
-    return frozenset(
-        f"{folder.replace(os.sep, '/')}/{name}"
-        for folder, _, names in os.walk(ROOT)
-        for name in names
-        if name.endswith(".py")
-    )
-
-
-@functools.cache
-def _source(path: str) -> str:
-    if path in _files():  # in half of the time
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    return "".join(linecache.getlines(path))  # which also handles the cells of a notebook
-
-
-_IMPORT = re.compile(
-    r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|[^#\n]*)", re.MULTILINE
-)
-
-
-@functools.cache
-def _imports(path: str) -> frozenset[str]:
-    """The package's own files that a file imports, at any place in it."""
-    found: set[str] = set()
-    for dots, module, names in _IMPORT.findall(_source(path)):  # parsing takes eight times as long
-        start = path.rsplit("/", len(dots))[0] if dots else os.path.dirname(ROOT)
-        base = "/".join((start, *module.split("."))).rstrip("/")
-        found.add(base)
-        found.update(
-            f"{base}/{words[0].replace('.', '/')}"
-            for name in names.strip("()").split(",")
-            if (words := name.split())
-        )
-    return _files() & {name + end for name in found for end in (".py", "/__init__.py")}
-
-
-@functools.cache
-def source_digest(path: str) -> str:
-    """Hash of a source file and of all that it imports from the package, directly or not.
-
-    It is the version of the file's kernels.
-    """
-    seen: set[str] = set()
-    waiting = {name.replace(os.sep, "/") for name in (path, __file__)}
-    while waiting:
-        seen |= waiting
-        waiting = {file for found in map(_imports, waiting) for file in found} - seen
-    digest = hashlib.sha256()
-    for file in sorted(seen):
-        digest.update(f"{os.path.basename(file)}\n{_source(file)}\0".encode())
-    if any(map(_changed_since_import, seen & _files())):
-        digest.update(os.urandom(16))
-    return digest.hexdigest()
-
-
-def _changed_since_import(file: str) -> bool:
-    """Whether a file was written or replaced while this process ran; a time to come says nothing."""
-    found, now = os.stat(file), time.time()
-    return any(IMPORTED < at <= now for at in (found.st_mtime, found.st_ctime))
-
-
-def shown_name(function: Any) -> str:
-    """Module and name of a kernel; a factory's has a digest of its constants at the end."""
-    name = re.sub(r"\.[0-9a-f]{16}$", "", function.__qualname__).rsplit(".", 1)[-1]
-    return f"{function.__module__.removeprefix('numflash.')}.{name}"
-
-
-ANNOUNCED_EVERY = 15.0  # seconds
-_announced: list[float] = []  # when
-
-
-def _announce(name: str, kept: str = ": they are cached on disk") -> None:
-    """Say what takes so long: at once, and again while kernels are still being compiled."""
-    now = time.monotonic()
-    if _announced and now < _announced[-1] + ANNOUNCED_EVERY:
-        return
-    if _announced:
-        logger.warning("compiling one more numflash kernel: %s", name)
-    else:
-        logger.warning(
-            "compiling numflash kernels, for their first call%s",
-            f"{kept} (numflash warmup does it ahead)" if kept else "",
-        )
-    _announced.append(now)
-
-
-_said: set[str] = set()  # what is said once
-
-
-def _not_saved(folder: str, error: Exception | str) -> None:
-    if "not saved" not in _said:
-        _said.add("not saved")
-        logger.warning(
-            "compiled kernels are not saved in %s (%s): every process compiles them again",
-            folder,
-            error,
-        )
-
-
-def shown(options: dict[str, Any]) -> str:
-    """JIT options as text that is equal in every process."""
-    return repr(sorted((k, sorted(v) if isinstance(v, set) else v) for k, v in options.items()))
-
-
-EMPTY = types.CellType()  # of a name that is not bound yet
-
-
-def salt(value: Any) -> str:
-    """A closure value as text that is equal in every process (pickling a dispatcher is not)."""
-    if isinstance(value, (tuple, list)):
-        return "(" + ",".join(map(salt, value)) + ")"
-    # a dispatcher's or an intrinsic's own function
-    function = getattr(value, "py_func", getattr(value, "_defn", value))
-    if hasattr(function, "_named"):  # its name says it all
-        return function.__qualname__ + shown(getattr(value, "targetoptions", {}))
-    if callable(function):
-        cells = getattr(function, "__closure__", None) or ()
-        inner = ",".join(salt(cell.cell_contents) for cell in cells if cell != EMPTY)
-        name = getattr(function, "__qualname__", type(function).__name__)
-        return f"{getattr(function, '__module__', '')}.{name}[{inner}]{shown(getattr(value, 'targetoptions', {}))}"
-    if isinstance(value, np.ndarray):  # repr leaves out the middle of a long one
-        return f"{value.dtype.str}{value.shape}{hashlib.sha256(value.tobytes()).hexdigest()}"
-    return repr(value)
-
-
-def named(function: Callable) -> Callable:
-    """Name a closure after all that it closes over.
-
-    Numba distinguishes the closures of a factory by a counter that starts at zero in every process.
-    Two of them, compiled in different processes and loaded from the cache into a third, would share
-    a symbol, and one would run the other's code.
-    """
-    if function.__closure__ and not hasattr(function, "_named"):
-        function.__qualname__ += "." + hashlib.sha256(salt(function).encode()).hexdigest()[:16]
-        function._named = True  # type: ignore[attr-defined]
-    return function
 
 
 class _CheckedFile(caching.IndexDataCacheFile):
@@ -362,7 +209,7 @@ class _PackageCache(caching.FunctionCache):
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(sig, target_context)
         if found is None:
-            _announce(shown_name(self._py_func))
+            announce(shown_name(self._py_func))
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -373,7 +220,7 @@ class _PackageCache(caching.FunctionCache):
         try:
             super().save_overload(sig, data)
         except Exception as error:
-            _not_saved(self._cache_path, error)
+            not_saved(self._cache_path, error)
 
 
 def folder_of(file: Path) -> Path | None:
@@ -397,11 +244,11 @@ class _NoFolder(caching.NullCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> None:
         if not refused():  # else that has been said, with the folder and the reason
-            _not_saved(
+            not_saved(
                 "any folder",
                 "neither NUMBA_CACHE_DIR, nor __pycache__ beside the package, nor the user's cache folder can be written to",
             )
-        _announce(self._name, "")
+        announce(self._name, "")
 
 
 def cached(dispatcher: Any, options: dict[str, Any]) -> Any:

@@ -595,13 +595,13 @@ MUTANTS = [
         "tests/test_disk_cache.py tests/test_robust.py -k damaged or cache",
     ),
     Mutant(
-        "jit/disk_cache.py",
+        "jit/closures.py",
         'return function.__qualname__ + shown(getattr(value, "targetoptions", {}))',
         "return function.__qualname__",
         "tests/test_robust.py -k options",
     ),
     Mutant(
-        "jit/disk_cache.py",
+        "jit/closures.py",
         'return f"{value.dtype.str}{value.shape}{hashlib.sha256(value.tobytes()).hexdigest()}"',
         "return repr(value)",
         "tests/test_robust.py -k long_arrays",

@@ -25,8 +25,8 @@ from typing import Any
 
 from ...errors import ArgumentError, UnsupportedError
 from ...jit.collector import resting
-from ...jit.disk_cache import source_digest
 from ...jit.interrupts import uninterrupted
+from ...jit.sources import source_digest
 from ...jit.system import user_cache
 from ...jit.trust import read
 from ...jit.whole import write_whole
