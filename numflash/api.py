@@ -16,9 +16,11 @@ from .dispatch.packed import solve_packed
 from .errors import UnsupportedError
 from .interop.arguments import choice, refuse_unknown
 from .interop.arrays import deliver, import_array, on_device, restore
+from .interop.eager import eager
 from .validation.options import COMMON, IMPLS, Options
 
 
+@eager
 def attention(
     query: Any,
     key: Any,
@@ -163,6 +165,7 @@ def _kept(call: call_keys.Key) -> Any:
     return None if call is None else functools.partial(plan_store.keep_made, call)
 
 
+@eager
 def attention_backward(
     grad_out: Any,
     query: Any,
@@ -278,7 +281,7 @@ def differentiate(
     arrays: tuple[Any, ...],
     options: Options,
     impl: str,
-    functions: tuple[Any, Any] = (None, None),
+    functions: tuple[Any, ...] = (None, None),
     call: call_keys.Key = None,
     wrt: Sequence[str] = OPERANDS,
     tables: Any = None,
@@ -287,7 +290,8 @@ def differentiate(
 
     Arrays are grad_out, query, key, value, out and lse.
 
-    functions : score_mod and block_mask
+    functions : score_mod and block_mask, and what `flex.attention.recorded_of` made of them, if they
+        are recorded
     call : key of the next calls, for which it leaves a plan if the arrays are on a card
     tables : `flex.captured_arrays.Captured` or None; gradients of its arrays follow those of `wrt`
     """
@@ -312,7 +316,8 @@ def differentiate(
     if not plain:
         from .flex.attention import with_functions
 
-        problem = with_functions(problem, *functions, impl)
+        score_mod, block_mask, recorded = (*functions, None)[:3]
+        problem = with_functions(problem, score_mod, block_mask, impl, recorded)
     shape = taken[0].array.shape
     operands = validation.gradient_operands(problem, shape, grad_out, out, lse, layout)
     scores = None
@@ -337,6 +342,7 @@ def differentiate(
     return (*(gradients[name] for name in wrt), *others)
 
 
+@eager
 def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **options: Any) -> Any:
     """`attention` on operands that are quantised already: nothing is quantised inside.
 
@@ -400,6 +406,7 @@ VARLEN_OPTIONS = (
 )
 
 
+@eager
 def attention_varlen(
     query: Any,
     key: Any,
@@ -430,9 +437,10 @@ def attention_varlen(
         Also return the log-sum-exp of each row.
     impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
         As `attention` takes it.
-    options
-        scale, enable_gqa, window, alignment, softcap, alibi_slopes (H,), sinks, precision, pv: as
-        `attention` takes them.
+    scale, enable_gqa, window, alignment, softcap, sinks, precision, pv
+        As `attention` takes them.
+    alibi_slopes : (H,) or (1, H)
+        As `attention` takes them, the same for all sequences.
     score_mod, mask_mod : functions as for `flex_attention`, or None
         b is the number of the sequence, q_idx and kv_idx count from its first row and key.
 
@@ -472,6 +480,7 @@ def attention_varlen(
     return deliver(out, lse, operands[0], return_lse)
 
 
+@eager
 def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> Any:
     """What `attention` would do for a problem.
 
@@ -479,7 +488,7 @@ def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> A
 
     Parameters
     ----------
-    query, key, value : arrays as `attention` takes them, or shapes (tuples)
+    query, key, value : arrays as `attention` takes them, or shapes (tuples or lists of integers)
         Shapes are taken as float32; key and value are like query unless given.
     options
         As `attention` takes them.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CacheFullError
+from ..interop.eager import eager
 from .arguments import floats, in_range, is_float32, token_counts
 from .calls import MOST_CALLS
 from .memory import Memory
@@ -25,6 +26,7 @@ class Appending(Sequences):
         # float32 tokens need no conversion, but for those padded to whole vectors
         self._taken_as_is = settings.dtype in INTEGERS or unpadded
 
+    @eager
     def append(self, key: Any, value: Any = None, *, counts: Any = None) -> None:
         """Add tokens to the end of every sequence, in O(tokens).
 

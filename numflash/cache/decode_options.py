@@ -82,6 +82,7 @@ def with_functions(
         A captured array that is too short for an index.
     """
     prepared = _flex("prepared").prepare(score_mod, mask_mod)
+    prepared.refuse_grad()
     if memory.settings.dtype in INTEGERS and prepared.cap and not changes.softcap:
         return Changes(prepared.cap, changes.slopes, changes.mask)
     longest = memory.longest

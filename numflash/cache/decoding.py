@@ -58,7 +58,7 @@ def redo(
                 changes.functions.change, b=int(b), h=int(head), q=int(at), k=held[seen]
             )
         slope = 0.0 if changes.slopes is None else float(changes.slopes[head])
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             out[b, g, r], plan.m[b, g, r], plan.l[b, g, r] = attend(
                 query[b, g, r],
                 key[g, seen],

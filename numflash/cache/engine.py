@@ -85,7 +85,7 @@ class DecodeEngine:
         self.cache = KVCache(**self.options)
         self.state = State.INITIALISED
 
-    def load_qkv(self, query: Any, key: Any, value: Any) -> None:
+    def load_qkv(self, query: Any, key: Any, value: Any = None) -> None:
         """Append key and value to the cache and keep the query for the next `decode`.
 
         Parameters
@@ -170,7 +170,7 @@ class DecodeEngine:
         self.cache, self._query, self._output, self.state = None, None, None, State.UNINITIALISED
         self._buffer = np.empty(0, np.float32)
 
-    def step(self, query: Any, key: Any, value: Any) -> np.ndarray:
+    def step(self, query: Any, key: Any, value: Any = None) -> np.ndarray:
         """load_qkv, decode and get_output in one call, on a card one CUDA graph.
 
         Initialises by itself.

@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..interop.arguments import choice, flag
 from ..interop.arrays import deliver, to_float32
+from ..interop.eager import eager
 from ..numerics.merge import apply_sinks
 from .appending import Appending
 from .arguments import FLOAT32, floats, integer, is_float32, output
@@ -164,6 +165,7 @@ class KVCache(Appending):
         )
         super().__init__(settings, allocate(backend, settings, batch))
 
+    @eager
     def decode(
         self,
         query: Any,
@@ -364,6 +366,7 @@ class KVCache(Appending):
         taken = floats("query", query)
         return to_float32(taken.array), taken
 
+    @eager
     def step(
         self,
         query: Any,

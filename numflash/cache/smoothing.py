@@ -36,7 +36,7 @@ def offset_of(key: np.ndarray, settings: Settings) -> np.ndarray:
     finite = np.asarray(np.isfinite(tokens).all(2, keepdims=True))
     tokens = np.where(finite, tokens, 0)
     means = (tokens.sum(1) / np.maximum(finite.sum(1), 1)).astype(F)
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         first = tokens[:, 0].astype(F) - means
         moved = means + (first - _storable(first, settings))
         before, after = (_size(tokens[:, 1:], finite[:, 1:].sum(1), x) for x in (means, moved))

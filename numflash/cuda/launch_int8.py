@@ -186,7 +186,7 @@ def launch_of(
         **option_constants(problem),
         "first_keys": problem.first_keys,
     }
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         slopes = slopes_of(problem) * fx.LOG2E_Q8
     mask_at, bias_at = storage(problem.mask, results), storage(problem.bias, results)
     per_row = (*key_places(problem, s), mask_at, bias_at, slopes, x.shift)

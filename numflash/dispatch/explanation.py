@@ -6,7 +6,7 @@ Its tiling, bytes in each cache, operations, and the hardware limit (roofline) t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,11 @@ def on_card(problem: Problem, arch: str) -> Tiling:
     return cuda_tiling(arch, problem.precision, *problem.shape[5:])
 
 
+def _is_shape(x: Any) -> bool:
+    """Whether x is a shape, or a list of one's numbers and not of an array's rows."""
+    return isinstance(x, tuple) or (isinstance(x, list) and all(isinstance(n, Number) for n in x))
+
+
 def on_this_cpu(problem: Problem, isa: str | None = None) -> tuple[str, Tiling]:
     """The instruction set that serves a problem on this CPU, and the tiling its next call takes.
 
@@ -200,7 +205,7 @@ def explain_problem(
     asked = Options(**options)
 
     def operand(name: str, x: Any) -> Any:
-        return shaped(name, x) if isinstance(x, tuple) else x
+        return shaped(name, x) if _is_shape(x) else x
 
     query = operand("query", query)
     key = query if key is None else operand("key", key)

@@ -53,7 +53,7 @@ def of_mask(scores: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """
     whole = (*(1,) * (scores.ndim - len(shape)), *shape)
     repeated = tuple(n for n, size in enumerate(whole) if size != scores.shape[n])
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         # the first axis has the most numbers and the fewest terms; float64 takes six times as long
         for axis in repeated:
             wide = scores.shape[axis] > MOST_TERMS or scores.dtype == np.float64
@@ -70,7 +70,7 @@ def of_sinks(
     A sink has the weight exp(sink - LSE) in each row and adds nothing to its output, so that the
     gradient of its score is the weight times 0 - rowsum(dO * O).
     """
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         delta = np.einsum("bhlv,bhlv->bhl", grad_out, out, dtype=np.float64)
         weights = np.exp(np.minimum(sinks[:, None] - np.float64(lse), 0))
         return -(weights * delta).sum((0, 2)).astype(np.float32)

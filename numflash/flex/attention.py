@@ -12,11 +12,12 @@ from ..dispatch.backends import solve
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..interop.arguments import choice, refuse_unknown
 from ..interop.arrays import deliver, on_device, restore
+from ..interop.eager import eager
 from ..validation import Problem
 from ..validation.options import IMPLS, NAMES, Options
 from .fused import Fused, fused_of
 from .masks import BlockMask
-from .prepared import prepare
+from .prepared import Prepared, prepare
 
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 OPTIONS = tuple(
@@ -24,17 +25,34 @@ OPTIONS = tuple(
 )
 
 
-def fuse(score_mod: ScoreFunction | None, block_mask: Any, problem: Problem) -> Fused | None:
-    """The functions of a problem, traced; None where there are none."""
-    if block_mask is None and score_mod is None:
-        return None
+def recorded_of(score_mod: ScoreFunction | None, block_mask: Any) -> Prepared:
+    """The functions of a call, recorded as they are now."""
     if block_mask is None:
-        return fused_of(prepare(score_mod, None))
+        return prepare(score_mod, None)
     if not isinstance(block_mask, BlockMask):
         raise ArgumentTypeError(
             f"block_mask: got {type(block_mask).__name__}; allowed: a BlockMask of numflash.create_block_mask "
             "(numflash.torch.flex_attention takes PyTorch's)"
         )
+    block_mask.check_names()
+    return prepare(score_mod, block_mask.mask_mod)
+
+
+def fuse(
+    score_mod: ScoreFunction | None,
+    block_mask: Any,
+    problem: Problem,
+    recorded: Prepared | None = None,
+) -> Fused | None:
+    """The functions of a problem, as they are now or as they were `recorded`; None where there are
+    none.
+    """
+    if block_mask is None and score_mod is None:
+        return None
+    if recorded is None:
+        recorded = recorded_of(score_mod, block_mask)
+    if block_mask is None:
+        return fused_of(recorded)
     nb, nh, length, s = block_mask.shape
     entries, heads, _, *lengths, _, _ = problem.shape
     if [length, s] != lengths or nb not in (1, entries) or nh not in (1, heads):
@@ -42,7 +60,7 @@ def fuse(score_mod: ScoreFunction | None, block_mask: Any, problem: Problem) -> 
         raise ArgumentError(
             f"block_mask: got one for (B, H, L, S) = {block_mask.shape}; allowed: {shape}, B and H may be 1"
         )
-    return block_mask._fused(prepare(score_mod, block_mask.mask_mod), entries, heads)
+    return block_mask._fused(recorded, entries, heads)
 
 
 def of_sequences(
@@ -53,6 +71,7 @@ def of_sequences(
     if mask_mod is None:
         whole, score_mod = _with_option(whole, score_mod)
     prepared = prepare(score_mod, mask_mod)
+    prepared.refuse_grad()
 
     def functions(problem: Problem, numbers: list[int]) -> Problem:
         problem = problem.changed(softcap=whole.softcap)
@@ -64,15 +83,22 @@ def of_sequences(
 
 
 def with_functions(
-    problem: Problem, score_mod: ScoreFunction | None, block_mask: Any, impl: str
+    problem: Problem,
+    score_mod: ScoreFunction | None,
+    block_mask: Any,
+    impl: str,
+    recorded: Prepared | None = None,
 ) -> Problem:
-    """The problem with its functions."""
+    """The problem with its functions.
+
+    recorded : the two of them by `recorded_of`, where they are not to be recorded as they are now
+    """
     if score_mod is None and block_mask is None:
         return problem
     _supported(problem, impl)
     if block_mask is None:
         problem, score_mod = _with_option(problem, score_mod)
-    return problem.changed(functions=fuse(score_mod, block_mask, problem))
+    return problem.changed(functions=fuse(score_mod, block_mask, problem, recorded))
 
 
 def _with_option(
@@ -114,6 +140,7 @@ def _supported_in_integers(problem: Problem, impl: str) -> None:
         )
 
 
+@eager
 def flex_attention(
     query: Any,
     key: Any,
@@ -189,15 +216,30 @@ def flex_attention(
     refuse_unknown("flex_attention", options, (*OPTIONS, *named))
     choice("impl", impl, IMPLS)
     asked = Options(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, **options)
+    return attend(query, key, value, asked, (score_mod, block_mask), impl)
+
+
+def attend(
+    query: Any, key: Any, value: Any, asked: Options, functions: tuple[Any, ...], impl: str = "auto"
+) -> Any:
+    """`flex_attention` with its options checked.
+
+    functions : score_mod and block_mask, and what `recorded_of` made of them if they are recorded
+    """
+    score_mod, block_mask, recorded = (*functions, None)[:3]
+
+    def prepared(problem: Problem, impl: str) -> Problem:
+        found = with_functions(problem, score_mod, block_mask, impl, recorded)
+        if recorded is None and found.functions is not None:
+            found.functions.prepared.refuse_grad()
+        return found
+
     if impl in ("auto", "cuda") and on_device(query):
         from ..cuda import arrays
 
-        return arrays.attention(
-            query, key, value, asked, lambda p: with_functions(p, score_mod, block_mask, "cuda")
-        )
+        return arrays.attention(query, key, value, asked, lambda p: prepared(p, "cuda"))
     taken = validation.import_operands(query, key, value)
-    problem = validation.problem_of(taken, asked)
-    problem = with_functions(problem, score_mod, block_mask, impl)
+    problem = prepared(validation.problem_of(taken, asked), impl)
     ndim = taken[0].array.ndim
     out, lse = (restore(x, ndim, asked.layout) for x in solve(problem, impl))
-    return deliver(out, lse, taken[0], return_lse)
+    return deliver(out, lse, taken[0], asked.return_lse)

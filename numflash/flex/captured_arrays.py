@@ -24,6 +24,10 @@ class Captured(NamedTuple):
     prepared: Prepared
     numbers: list[int]
 
+    def owners(self) -> list[Any]:
+        """The arrays as the caller knows them."""
+        return [self.prepared.graph.owners[n] for n in self.numbers]
+
     def gradients(self, problem: Problem, scores: np.ndarray) -> list[np.ndarray]:
         """float32, shaped like the arrays.
 
@@ -85,7 +89,7 @@ def _add(
                 arguments["score"] = _scores(problem, b, h, rows)
             *index, factor = evaluate(graph, (*load.args, slope), arguments)
             weights = scores[b, h, rows]
-            with np.errstate(invalid="ignore"):
+            with np.errstate(all="ignore"):
                 weights = np.where(weights == 0, 0, weights * factor)
             place = np.zeros((), np.int64)
             shape = graph.arrays[load.data].shape
@@ -104,6 +108,6 @@ def _scores(problem: Problem, b: int, h: int, rows: np.ndarray) -> np.ndarray:
         np.asarray(widen(x), np.float32)
         for x in (problem.query[b, h, rows], problem.key[b, h * kv_heads // heads])
     )
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         found: np.ndarray = query @ key.T * np.float32(problem.scale)
     return found

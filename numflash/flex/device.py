@@ -55,7 +55,7 @@ class DeviceProgram(Program):
     def _array(self, x: np.ndarray) -> np.ndarray:
         x = readable(x)
         if x.dtype == np.float64:  # the functions' floats are float32
-            with np.errstate(over="ignore"):
+            with np.errstate(all="ignore"):
                 x = x.astype(np.float32)
         return x if x.flags.c_contiguous else x.copy()
 
@@ -67,7 +67,7 @@ class DeviceProgram(Program):
         for number, at in self.parameters.items():
             value = self.graph.nodes[number].data
             if isinstance(value, float):
-                with np.errstate(over="ignore"):
+                with np.errstate(all="ignore"):
                     frame[at] = int(np.float32(value).view(np.uint32))
         return frame
 

@@ -22,6 +22,16 @@ FINER = 4
 MOST_FINER = 1 << 17
 
 
+def _look_up(dense: np.ndarray) -> MaskFunction:
+    """The mask function of a dense mask (B or 1, H or 1, L, S)."""
+    nb, nh = dense.shape[:2]
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return dense[b if nb > 1 else 0, h if nh > 1 else 0, q_idx, kv_idx]
+
+    return mask_mod
+
+
 class BlockMask:
     """A mask function `mask_mod(b, h, q_idx, kv_idx)` and what is known of it by blocks.
 
@@ -56,7 +66,34 @@ class BlockMask:
         self.shape = (*batch_and_heads, *seq_lengths)
         self._finer = (self.states, block_size) if finer is None else finer  # what kernels skip by
         self._last: Fused | None = None
+        self._made: tuple[MaskFunction, Prepared] | None = None  # the function as it was then
+        self._dense: np.ndarray | None = None  # what it looks up
         self.by_function = False
+
+    def check_names(self) -> None:
+        """Raise where the function would not be the one whose blocks these are: a number or an object
+        that it names was changed.
+        """
+        if self._made is None or self._made[0] is not self.mask_mod:
+            return
+        capture = self._made[1].capture
+        if capture.steady and not capture.names_hold():
+            raise ArgumentError(
+                "block_mask: what its function names has changed since the mask was made, and its blocks are of "
+                "then; allowed: create_block_mask again, or a function that holds its own value (w=w)"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made from the function, which a copy makes anew."""
+        state = {**self.__dict__, "_last": None, "_made": None}
+        if self._dense is not None:
+            state["mask_mod"] = None  # a closure, which cannot be pickled
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._dense is not None:
+            self.mask_mod = _look_up(self._dense)
 
     def _fused(self, prepared: Prepared, entries: int, heads: int) -> Fused:
         """The functions with these blocks as a problem carries them; kept for the next call.
@@ -113,10 +150,9 @@ class BlockMask:
         )
         states = np.where(seen == 0, EMPTY, np.where(seen == size, FULL, PARTIAL))
 
-        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return dense[b if nb > 1 else 0, h if nh > 1 else 0, q_idx, kv_idx]
-
-        return cls(mask_mod, states, (length, s), block, (nb, nh))
+        made = cls(_look_up(dense), states, (length, s), block, (nb, nh))
+        made._dense = dense
+        return made
 
     @classmethod
     def from_kv_blocks(
@@ -417,7 +453,7 @@ def create_block_mask(
         small = block[0] // FINER, block[1] // FINER
         finer = prepared.block_states(sizes, small), small
     made = BlockMask(mask_mod, states, (length, s), block, (nb, nh), finer)
-    made.by_function = True
+    made.by_function, made._made = True, (mask_mod, prepared)
     return made
 
 

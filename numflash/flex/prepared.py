@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..interop.device_tensors import loses_grad
 from .gradient import derivative
 from .graph import INDICES, Graph, Node, Untraceable, reachable
 from .identity import identity
 from .intervals import Axis, Interval, Intervals, within
 from .program import Program, readable
 from .soft_cap import soft_cap
-from .tracing import Capture, record
+from .tracing import Capture, is_tensor, record
 
 KEPT = 256
 EMPTY = 0
@@ -82,12 +83,27 @@ class Prepared:
 
     def current(self) -> bool:
         """Whether names have the values that were traced, and arrays still fit the code."""
-        if not self.capture.current():
-            return False
+        return self.capture.current() and self.fits()
+
+    def fits(self) -> bool:
+        """Whether the arrays hold what the code assumes of them."""
         if not self.assumed:
             return True
         arrays, assumed = self.graph.arrays, tuple(self.assumed.items())  # a thread may add some
         return all(within(arrays[n], x) for n, x in assumed)
+
+    @functools.cached_property
+    def tensors(self) -> list[Any]:
+        """The captured tensors of PyTorch."""
+        return [x for x in self.graph.owners if is_tensor(x)]
+
+    def refuse_grad(self) -> None:
+        """Raise where a captured tensor's gradient would be lost."""
+        if self.tensors and loses_grad(*self.tensors):
+            raise ArgumentError(
+                "score_mod: captures a tensor that requires grad, which would be lost; allowed: detach() it, "
+                "call under no_grad(), or numflash.torch.flex_attention, which has gradients"
+            )
 
     @property
     def slope(self) -> Node:

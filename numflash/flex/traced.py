@@ -280,6 +280,10 @@ def host_array(x: Any) -> np.ndarray | None:
         return None
     if x.device.type != "cpu":
         raise Untraceable(f"a captured tensor lies on device {x.device}; allowed: CPU tensors")
+    if x.is_neg():
+        raise Untraceable(
+            "a captured tensor has PyTorch's negative bit; allowed: resolve_neg() of it"
+        )
     x = x.detach()
     if x.dtype == torch.bfloat16:
         import ml_dtypes

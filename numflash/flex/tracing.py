@@ -109,6 +109,10 @@ class Capture:
         for x, at, shape, strides in self.places:  # `.data` gives a tensor other memory
             if x.data_ptr() != at or x.shape != shape or x.stride() != strides:
                 return False
+        return self.names_hold()
+
+    def names_hold(self) -> bool:
+        """Whether all that was looked at by name is the same."""
         try:
             for read, value in self.names:
                 found = read()
@@ -147,7 +151,7 @@ class Capture:
         if type(value) is dict:
             self.steady = False
             return {k: self.swap(v) for k, v in value.items()}
-        if _is_tensor(value):
+        if is_tensor(value):
             if id(value) not in self.arrays:
                 self.arrays.add(id(value))
                 self.places.append((value, value.data_ptr(), value.shape, value.stride()))
@@ -172,7 +176,7 @@ class Capture:
 
     def object(self, value: Any) -> Any:
         """A copy of an object that holds arrays in attributes; any other is what it was."""
-        if isinstance(value, type) or not hasattr(value, "__dict__") or _is_tensor(value):
+        if isinstance(value, type) or not hasattr(value, "__dict__") or is_tensor(value):
             return value
         if _of_library(type(value).__module__):
             return value
@@ -267,7 +271,8 @@ def _constant(x: Any) -> bool:
     return isinstance(x, type) and _of_library(x.__module__)
 
 
-def _is_tensor(x: Any) -> bool:
+def is_tensor(x: Any) -> bool:
+    """Whether x is a tensor of PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 

@@ -63,7 +63,7 @@ def convert(x: np.ndarray, dtype: str) -> np.ndarray:
     if x.dtype.char in HALVES:
         x = halves.widen(x)
     if x.dtype == np.float64 and dtype == "float16":  # rounded once
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             return x.astype(dtype)
     x = to_float32(x)
     return x if dtype == "float32" else halves.narrow(x, dtype)
@@ -78,7 +78,7 @@ def to_float32(x: np.ndarray) -> np.ndarray:
         return x
     if x.dtype.char in HALVES:
         return halves.widen(x)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return carray(np.ascontiguousarray(x, np.float32))
 
 
@@ -236,7 +236,9 @@ def _array_memory(x: np.ndarray) -> np.ndarray:
 def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
     """A tensor's numbers, bfloat16 as bits, after the checks of what a dtype does not say."""
     if not x.is_cpu:
-        raise UnsupportedError(f"{name}: the tensor is on device {x.device}; allowed: CPU tensors")
+        raise UnsupportedError(
+            f"{name}: the tensor is on device {x.device}; allowed: tensors on the CPU, or all on one CUDA card"
+        )
     if x.requires_grad:
         if torch.is_grad_enabled():
             raise refuse_grad(name)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arrays import convert, import_array, widen
+from ..interop.eager import eager
 
 
 def weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -21,7 +22,7 @@ def weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
     Rows where both are -inf get shares 0.
     """
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         top = np.maximum(lse_a, lse_b)
         shift = np.where(top == -np.inf, 0, top).astype(top.dtype)
         # an LSE of +inf is a sum beyond float32: it outweighs finite ones, and two of them weigh
@@ -37,6 +38,7 @@ def weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarra
         )
 
 
+@eager
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Attention over the union of two disjoint sets of keys.
 
@@ -81,7 +83,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
         if x.array.shape != shape:
             raise ArgumentError(f"{name}: got shape {x.array.shape}; allowed: {shape}")
     a, b, lse = weights(taken["lse_a"].array, taken["lse_b"].array)
-    with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, as it is in attention
+    with np.errstate(all="ignore"):  # infinity less infinity is NaN, as it is in attention
         out = join(widen(taken["out_a"].array), a) + join(widen(taken["out_b"].array), b)
     dtype = taken["out_a"].dtype
     return taken["out_a"].export(convert(out, dtype), dtype), taken["lse_a"].export(lse, "float")
@@ -89,7 +91,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
 
 def join(out: np.ndarray, share: np.ndarray) -> np.ndarray:
     """out * share per row; a share of 0 gives 0, also for NaN and infinity."""
-    with np.errstate(invalid="ignore", over="ignore"):  # inf * 0 is computed, and not taken
+    with np.errstate(all="ignore"):  # inf * 0 is computed, and not taken
         weighted = out * share[..., None]
     return np.where(share[..., None] == 0, 0, weighted).astype(np.result_type(out, share))
 
@@ -101,7 +103,7 @@ def apply_sinks(out: np.ndarray, lse: np.ndarray, sinks: np.ndarray) -> None:
     out (B, H, L, Dv), lse (B, H, L), sinks (H,).
     """
     extra = sinks.astype(lse.dtype)[:, None]
-    with np.errstate(over="ignore", invalid="ignore"):  # infinity times 0 is not taken
+    with np.errstate(all="ignore"):  # infinity times 0 is not taken
         share = 1 / (1 + np.exp(extra - lse))
         np.multiply(out, share[..., None], out=out, casting="same_kind")
         np.logaddexp(lse, extra, out=lse)

@@ -150,7 +150,7 @@ class QuantizedTensor:
         What `low` holds of the first keys is not added.
         """
         scale = self.scale if self.granularity == "channel" else self.row_scale()[..., None]
-        with np.errstate(over="ignore"):  # the largest float32 may round up to infinity
+        with np.errstate(all="ignore"):  # the largest float32 may round up to infinity
             x = self.data.astype(np.float32) * scale
             if self.offset is not None:
                 x += self.offset
@@ -195,7 +195,7 @@ def quantize_heads(
     if not smooth:
         offset = np.zeros((n, d), np.float32)
     elif offset is None:
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             offset = _statistics(x, lengths)[0] / np.maximum(lengths, 1).astype(np.float32)[:, None]
         offset = np.where(np.isfinite(offset), offset, F(0))
     if granularity == "channel":
@@ -316,7 +316,7 @@ def float_values(v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     nothing.
     """
     bad = np.zeros(v.shape[:-1], bool)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         top = np.maximum(v.max(-2, initial=0), -v.min(-2, initial=0))
     if not (top < HUGE).all():  # NaN and infinity, too
         bad = ~np.isfinite(v).all(-1)

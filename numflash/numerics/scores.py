@@ -52,7 +52,7 @@ def combined_scale(
     if max(largest(q.scale) * abs(unit), largest(k.scale)) < LIMIT:
         cq = cq * F(unit)
     else:
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             cq = np.clip(cq * F(unit), F(-LIMIT), F(LIMIT))
             ck = np.minimum(ck, F(LIMIT))
     if q.nonfinite is not None:
@@ -97,7 +97,7 @@ def lse_as_float32(lse: np.ndarray) -> np.ndarray:
 
     +inf beyond its range, but never -inf, which only rows without keys have.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return np.where(lse == -np.inf, lse, np.maximum(lse, LOWEST)).astype(np.float32)
 
 
@@ -108,6 +108,6 @@ def log_sum_exp(
 
     -inf where l is 0, and only there: below float32's range, the lowest finite number.
     """
-    with np.errstate(divide="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
         return lse_as_float32(lse if shift is None else lse + shift)

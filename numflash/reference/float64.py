@@ -75,7 +75,7 @@ def _scores(problem, b, h, rows, q, k):
 
 
 def _oracle_rows(problem, b, h, rows, q, k, v):
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         scores, _ = _scores(problem, b, h, rows, q, k)
         top = scores.max(-1, keepdims=True)
         p = np.where(scores == -np.inf, 0.0, np.exp(scores - np.where(top == -np.inf, 0, top)))
@@ -125,7 +125,7 @@ def gradients(
         for start in range(0, length if s else 0, block):
             rows = slice(start, min(start + block, length))
             do = grad_out[b, h, rows]
-            with np.errstate(invalid="ignore", over="ignore"):
+            with np.errstate(all="ignore"):
                 scores, slope = _scores(problem, b, h, rows, q[rows], k)
                 m = lse[b, h, rows][:, None]
                 l = np.ones_like(m)
@@ -152,7 +152,7 @@ def _product(a: np.ndarray, x: np.ndarray) -> np.ndarray:
     """a.x where a weight of 0 hides NaN and infinity."""
     finite = np.isfinite(x)
     out = a @ np.where(finite, x, 0)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         for j in np.flatnonzero(~finite.all(1)):
             out += np.where(a[:, j : j + 1] != 0, a[:, j : j + 1] * np.where(finite[j], 0, x[j]), 0)
     return out

@@ -78,7 +78,7 @@ def combined_scale(
     int32 is NaN. The scale of a key or query that was not finite is NaN.
     """
     limit = F(2.0**100)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         cq = np.clip(q.row_scale() * F(score_unit(scale, softcap)), -limit, limit)
         ck = np.minimum(k.row_scale(), limit)
     for factor, nonfinite in ((cq, q.nonfinite), (ck, k.nonfinite)):
@@ -151,7 +151,7 @@ def integer_steps(
     count = 0 if plain or problem.pv in fx.FLOAT_VALUES else min(problem.first_keys, s_len)
     m = np.full(length, fx.MIN_OCTAVE, np.int32)
     l, o = np.zeros(length, F), np.zeros((length, head.v.shape[1]), F)
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         for cols in blocks_of(s_len, count, key_block):
             first = cols.stop <= count
             s, t, spoiled = scores_of(head, cols, first)
@@ -313,7 +313,7 @@ def integer_model(
             *_, step = (None, *integer_steps(problem, b, h, key_block, plain))
             if step is not None:
                 m[b, h], l[b, h] = step.m, step.l
-                with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                with np.errstate(all="ignore"):
                     r = F(1) / step.l
                     g = h * nkv // nh
                     value_scale = value_units(problem, b, g) if wide else problem.value.scale[b, g]
@@ -331,7 +331,7 @@ def log_sum_exp(
 
     -inf where l is 0, and only there: below float32's range, the lowest finite number.
     """
-    with np.errstate(divide="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
         lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
         lse = lse if shift is None else lse + shift
         return np.where(l == 0, -np.inf, np.maximum(lse, np.finfo(F).min)).astype(F)

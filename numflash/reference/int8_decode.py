@@ -101,7 +101,7 @@ def integer_decode(
                 cols = slice(first, min(first + KEY_BLOCK, s_len))
                 s = (q.data[h].astype(np.float64) @ k.data[g, cols].T.astype(np.float64)).astype(F)
                 hidden = ~seen[:, cols] | bad[g, cols] | lost[:, None]
-                with np.errstate(over="ignore"):
+                with np.errstate(all="ignore"):
                     x = (s * factors[g, cols]) * np.where(lost, F(0), cq[h])[:, None]
                 t = np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT))
                 if change is not None:
@@ -114,7 +114,7 @@ def integer_decode(
         spoiled = (seen & bad[g]).any(1) | (lost & seen.any(1))
         l = np.where(spoiled, F(np.nan), l)
         one = F(fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             out[h] = np.where(l[:, None] == 0, F(0), o * (one / l)[:, None])
         ms[h], ls[h] = m, l
     return out, ms, ls

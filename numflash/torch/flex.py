@@ -11,11 +11,11 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from ..api import differentiate
 from ..dispatch.option_gradients import OPERANDS
-from ..errors import ArgumentTypeError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..flex import BlockMask
-from ..flex import flex_attention as attend
+from ..flex.attention import attend, recorded_of
 from ..flex.captured_arrays import Captured
-from ..flex.prepared import prepare
+from ..flex.prepared import Prepared, prepare
 from ..interop.arguments import flag
 from ..validation.options import Options
 from .checks import autocast, check_gradients, check_tensors
@@ -33,7 +33,8 @@ def _block_mask(given: Any) -> BlockMask | None:
         raise ArgumentTypeError(
             f"block_mask: got {type(given).__name__}; allowed: a BlockMask of PyTorch or numflash, or None"
         )
-    if given not in _converted:
+    known = _converted.get(given)
+    if known is None or known.mask_mod is not given.mask_mod:
         counts, indices, full_counts, full_indices = (
             None if x is None else x.cpu()
             for x in (
@@ -53,21 +54,45 @@ def _block_mask(given: Any) -> BlockMask | None:
             given.seq_lengths,
         )
         made.by_function = True  # PyTorch's own code on the CPU uses nothing but the function
-        _converted[given] = made
-    return _converted[given]
+        known = _converted[given] = made
+    return known
 
 
 class Call(NamedTuple):
     """What a call is made of, beside tensors that may have a gradient.
 
     tables : the captured tensors that have one, as numflash's graph names them, or None
+    recorded : both functions as they were when the call was made: what they name may change until the
+        gradients are computed
     options : of `numflash.flex_attention`, without sinks
     """
 
     score_mod: Any
     block_mask: BlockMask | None
     tables: Captured | None
+    recorded: Prepared | None
     options: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, score_mod: Any, block_mask: Any, tables: Captured | None, options: dict[str, Any]
+    ) -> Call:
+        """A call that is made now."""
+        recorded = None
+        if score_mod is not None or block_mask is not None:
+            recorded = recorded_of(score_mod, block_mask)
+        return cls(score_mod, block_mask, tables, recorded, options)
+
+    @property
+    def functions(self) -> tuple[Any, Any, Prepared | None]:
+        """As `flex.attention.attend` takes them."""
+        return self.score_mod, self.block_mask, self.recorded
+
+    def read(self) -> list[Tensor]:
+        """Captured tensors whose numbers the gradients read again, and have none themselves."""
+        found = [] if self.recorded is None else self.recorded.tensors
+        trained = [] if self.tables is None else self.tables.owners()
+        return [x for x in found if not any(x is y for y in trained)]
 
 
 class _Gradients(torch.autograd.Function):
@@ -87,9 +112,13 @@ class _Gradients(torch.autograd.Function):
         asked = {name: x for name, x in call.options.items() if name != "pv"}  # of "int8" only
         options = Options(sinks=None if sinks is None else sinks.detach(), **asked)
         arrays = tuple(x.detach() for x in tensors)
-        functions = (call.score_mod, call.block_mask)
+        if call.recorded is not None and not call.recorded.fits():
+            raise ArgumentError(
+                "score_mod: a captured array was changed before the gradients were computed; allowed: arrays that "
+                "stay as they are until then"
+            )
         with pytorch_threads():
-            found = differentiate(arrays, options, "auto", functions, wrt=wrt, tables=tables)
+            found = differentiate(arrays, options, "auto", call.functions, wrt=wrt, tables=tables)
         return tuple(x if isinstance(x, Tensor) else torch.from_numpy(x) for x in found)
 
     @staticmethod
@@ -113,9 +142,10 @@ class _Flex(torch.autograd.Function):
         q, k, v = (x.detach() for x in (query, key, value))
         options = {**call.options, "sinks": None if sinks is None else sinks.detach()}
         with pytorch_threads():
-            out, lse = attend(q, k, v, call.score_mod, call.block_mask, return_lse=True, **options)
-        ctx.call = call
-        ctx.save_for_backward(query, key, value, out, lse, sinks, *captured)
+            out, lse = attend(q, k, v, Options(return_lse=True, **options), call.functions)
+        ctx.call, ctx.trained = call, len(captured)
+        # PyTorch refuses a gradient where one of these was changed in place
+        ctx.save_for_backward(query, key, value, out, lse, sinks, *captured, *call.read())
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -125,8 +155,8 @@ class _Flex(torch.autograd.Function):
             raise UnsupportedError(
                 "grad_outputs: got a batch of gradients (is_grads_batched, vectorize); allowed: one at a time"
             )
-        *tensors, sinks = ctx.saved_tensors[:6]
-        captured = ctx.saved_tensors[6:]  # PyTorch refuses them if they were changed
+        saved = ctx.saved_tensors  # which may be read once: a checkpoint computes them then
+        tensors, sinks, captured = saved[:5], saved[5], saved[6 : 6 + ctx.trained]
         of_sinks = ctx.needs_input_grad[4]
         wrt = (*OPERANDS, "sinks") if of_sinks else OPERANDS
         found = _Gradients.apply(ctx.call, wrt, ctx.call.tables, sinks, grad_out, *tensors)
@@ -218,7 +248,7 @@ def flex_attention(
     constants = {} if query.is_cpu else {"score_mod": next(iter(captured), None)}
     check_gradients(precision, (query, key, value, *captured), **constants)
     options = {"scale": scale, "enable_gqa": enable_gqa, "precision": precision, "pv": pv}
-    call = Call(score_mod, _block_mask(block_mask), tables, options)
+    call = Call.of(score_mod, _block_mask(block_mask), tables, options)
     out, lse = _Flex.apply(call, query, key, value, None, *captured)
     if return_aux is not None:
         return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None)
@@ -240,6 +270,6 @@ def blockwise(
     query, key, value = autocast(query, key, value)
     asked = {**options, "enable_gqa": True, "precision": precision}
     sinks = asked.pop("sinks", None)
-    call = Call(None, block_mask, None, asked)
+    call = Call.of(None, block_mask, None, asked)
     out: Tensor = _Flex.apply(call, query, key, value, sinks)[0]
     return out

@@ -67,7 +67,8 @@ class _Known(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = list(options)
         ctx.places = [n for n in TENSORS if options[n] is not None]
-        ctx.save_for_backward(query, key, value, out, lse, *(options[n] for n in ctx.places))
+        # as `_Attention` saves them: a checkpoint may find the first call here when it runs again
+        ctx.save_for_backward(out, lse, query, key, value, *(options[n] for n in ctx.places))
         for n in ctx.places:
             ctx.options[n] = None
         ctx.mark_non_differentiable(lse)
@@ -77,7 +78,7 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         if grad_out is None:  # nothing depends on the result
             return (None,) * 5
-        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        out, lse, query, key, value, *tensors = ctx.saved_tensors
         options = list(ctx.options)
         for n, x in zip(ctx.places, tensors, strict=True):
             options[n] = x

@@ -181,15 +181,19 @@ class use(TorchFunctionMode):
         return out
 
 
-@torch.compiler.disable
-@functools.wraps(torch_flex.flex_attention)
-def _flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """PyTorch's function while a thread is inside `use`, numflash's in that thread."""
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, use):
-            return mode.answer(flex_attention, _flex.theirs, args, kwargs)
-    return _flex.theirs(*args, **kwargs)
+def _routed(theirs: Any) -> Any:
+    """PyTorch's flex_attention while a thread is inside `use`, numflash's in that thread."""
+
+    @torch.compiler.disable
+    @functools.wraps(theirs)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        for mode in reversed(_get_current_function_mode_stack()):
+            if isinstance(mode, use):
+                return mode.answer(flex_attention, theirs, args, kwargs)
+        return theirs(*args, **kwargs)
+
+    return routed
 
 
 # PyTorch calls no mode for this function
-_flex = Rebinding(torch_flex.flex_attention, _flex_attention, torch_flex)
+_flex = Rebinding(torch_flex.flex_attention, _routed, torch_flex)

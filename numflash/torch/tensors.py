@@ -17,7 +17,12 @@ READ = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 def plain(x: Any, dtype: torch.dtype) -> bool:
     """Whether x is a tensor of `dtype` whose memory holds its numbers as the kernels take them."""
     return (
-        type(x) is Tensor and x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.is_neg()
+        type(x) is Tensor
+        and x.dtype is dtype
+        and x.layout is torch.strided
+        and x.is_cpu
+        and x.is_contiguous()
+        and not x.is_neg()
     )
 
 

@@ -25,7 +25,7 @@ def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str
         raise ArgumentError(
             f"{name}: got shape {array.shape}; allowed: {words} = {' or '.join(map(str, allowed))}"
         )
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         array = array.astype(np.float32)  # float16 does not hold the limit
     if not (np.abs(array) <= LARGEST_PER_HEAD).all():  # false for NaN
         raise ArgumentError(

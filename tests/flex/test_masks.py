@@ -1,5 +1,8 @@
 """Block masks: states, pictures, lists of blocks as PyTorch has them."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -79,6 +82,35 @@ def test_a_picture_in_the_terminal():
     )
     wide = numflash.create_block_mask(g.causal, None, None, 10_000, 10_000, 16)
     assert len(wide.to_string().splitlines()) <= 64
+
+
+def test_copies_and_pickles():
+    """Also of a mask that kernels have used, and of a dense one, whose function is a closure."""
+    q, k, v = g.operands()
+    dense = np.tri(g.L, g.S, dtype=bool)
+    for mask in (
+        numflash.create_block_mask(g.causal, None, None, g.L, g.S),
+        numflash.BlockMask.from_dense(dense),
+    ):
+        options = {"block_mask": mask, "enable_gqa": True}
+        wanted = numflash.flex_attention(q, k, v, **options)
+        for other in (copy.deepcopy(mask), copy.copy(mask), pickle.loads(pickle.dumps(mask))):
+            assert np.array_equal(other.states, mask.states) and other.shape == mask.shape
+            found = numflash.flex_attention(q, k, v, **{**options, "block_mask": other})
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_names_that_change_after_a_mask_was_made():
+    """Its blocks are of one function, the other would be asked within them."""
+    q, k, v = g.operands()
+    width = 3
+    mask = numflash.create_block_mask(lambda b, h, i, j: i - j < width, None, None, g.L, g.S)
+    numflash.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    width = 30
+    with pytest.raises(ArgumentError, match="what its function names has changed since the mask"):
+        numflash.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    mask.mask_mod = lambda b, h, i, j: i - j < width  # another function, as for another offset
+    numflash.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 def test_plot():

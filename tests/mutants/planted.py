@@ -639,6 +639,48 @@ MUTANTS = [
         TORCH,
     ),
     Mutant(
+        "torch/nodes.py",
+        "ctx.save_for_backward(out, lse, query, key, value, *",
+        "ctx.save_for_backward(query, key, value, out, lse, *",
+        "tests/pytorch/test_torch_gradients.py -k first_call_in_a_checkpoint",
+    ),
+    Mutant(
+        "torch/flex.py",
+        'found = differentiate(arrays, options, "auto", call.functions, wrt=wrt, tables=tables)',
+        'found = differentiate(arrays, options, "auto", call.functions[:2], wrt=wrt, tables=tables)',
+        "tests/pytorch/test_flex_torch.py -k as_it_was_called",
+    ),
+    Mutant(
+        "torch/flex.py",
+        "*captured, *call.read())",
+        "*captured)",
+        "tests/pytorch/test_flex_torch.py -k may_not_change",
+    ),
+    Mutant(
+        "flex/masks.py",
+        "if capture.steady and not capture.names_hold():",
+        "if False:",
+        "tests/flex/test_masks.py -k names_that_change",
+    ),
+    Mutant(
+        "torch/rebinding.py",
+        'x.__dict__.get("_torchdynamo_orig_callable") is self.theirs',
+        "False",
+        "tests/pytorch/test_routing.py -k compile_has_made",
+    ),
+    Mutant(
+        "interop/eager.py",
+        "if torch is None or not torch.compiler.is_compiling():",
+        "if True:",
+        "tests/pytorch/test_torch_compile.py -k own_functions",
+    ),
+    Mutant(
+        "cache/holdings.py",
+        "sinks = min(memory.layout.sinks, first)",
+        "sinks = 0",
+        "tests/cpu/test_decode_arguments.py -k tail",
+    ),
+    Mutant(
         "torch/equal_calls.py",
         "if n == MASK and x.dtype not in (torch.bool, torch.float32, dtype):",
         "if False:",

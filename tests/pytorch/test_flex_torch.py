@@ -8,6 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
+from torch.utils.checkpoint import checkpoint
+
 import numflash
 import numflash.torch
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
@@ -155,6 +157,117 @@ def test_a_captured_tensor_trains_and_may_not_change_before_its_gradient():
         out.float().sum().backward()
 
 
+@pytest.mark.parametrize("what", ["table", "number", "attribute", "mask"])
+def test_gradients_are_of_the_function_as_it_was_called(what):
+    """A loop over layers, whose functions name the loop's variable: it is another one by the time of
+    `backward`.
+    """
+
+    class Layer:
+        factor = 0.0
+
+    def gradients(late):
+        q, k, v = tensors()
+        layer, loss = Layer(), 0
+        tables = [torch.tensor(x, requires_grad=True) for x in ([0.1, 0.2, 1, 2], [3.0, 4, 2, 1])]
+        for n, table in zip((3, 40), tables, strict=True):
+            layer.factor = n / 10
+            mask, score = None, None
+            if what == "mask":
+                late_mask = lambda b, h, i, j: i - j < n  # noqa: B023, E731
+                mask = numflash.create_block_mask(
+                    late_mask if late else lambda b, h, i, j, n=n: i - j < n, None, None, L, L
+                )
+            elif late:
+                score = {
+                    "table": lambda s, b, h, i, j: s * table[h],  # noqa: B023
+                    "number": lambda s, b, h, i, j: s * n,  # noqa: B023
+                    "attribute": lambda s, b, h, i, j: s * layer.factor,
+                }[what]
+            else:
+                score = {
+                    "table": lambda s, b, h, i, j, table=table: s * table[h],
+                    "number": lambda s, b, h, i, j, n=n: s * n,
+                    "attribute": lambda s, b, h, i, j, x=layer.factor: s * x,
+                }[what]
+            loss = (
+                loss
+                + (numflash.torch.flex_attention(q, k, v, score, mask, enable_gqa=True) ** 2).sum()
+            )
+        loss.backward()
+        trained = tables if what == "table" else []
+        return loss.detach(), *(x.grad for x in (q, k, v, *trained))
+
+    for x, y in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_captured_arrays_may_not_change_before_the_gradient():
+    q, k, v = tensors()
+    table = torch.ones(H)
+    out = numflash.torch.flex_attention(
+        q, k, v, lambda s, b, h, i, j: s * table[h], enable_gqa=True
+    )
+    table.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    steps = np.array([1, 2])  # which the code assumes to be small
+    out = numflash.torch.flex_attention(
+        q, k, v, lambda s, b, h, i, j: s + steps[i % 2] * 100000 * i, enable_gqa=True
+    )
+    steps[:] = 1 << 40
+    with pytest.raises(ArgumentError, match="changed before the gradients were computed"):
+        out.sum().backward()
+
+
+def test_checkpoints():
+    def run(again):
+        q, k, v = tensors()
+
+        def call(q):
+            return numflash.torch.flex_attention(q, k, v, score_mod, torch_mask(), enable_gqa=True)
+
+        out = checkpoint(call, q, use_reentrant=False) if again else call(q)
+        return torch.autograd.grad((out * out).sum(), (q, k, v))
+
+    for x, y in zip(run(True), run(False), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_block_mask_of_torchs_with_another_function():
+    q, k, v = (x.detach() for x in tensors())
+    mask = torch_mask()
+    for width in (30, 10):
+        mask.mask_mod = lambda b, h, i, j, width=width: (i >= j) & (j + width > i)
+        found = numflash.torch.flex_attention(q, k, v, None, mask, enable_gqa=True)
+        i, j = torch.arange(L)[:, None], torch.arange(L)
+        seen = (i >= j) & (j + width > i)
+        wanted = numflash.torch.attention(q, k, v, seen, enable_gqa=True)
+        torch.testing.assert_close(found, wanted, atol=3e-6, rtol=0)
+
+
+def test_gradients_of_captured_tensors_are_not_lost():
+    weight = torch.nn.Parameter(torch.ones(H))
+    q, k, v = (x.detach() for x in tensors())
+
+    def score(s, b, h, i, j):
+        return s * weight[h]
+
+    cache = numflash.KVCache(B, 2, D, L, "float32")
+    cache.append(k, v)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    options = {"score_mod": score, "enable_gqa": True}
+    for call in (
+        lambda: numflash.flex_attention(q, k, v, score, enable_gqa=True),
+        lambda: numflash.attention_varlen(*rows, [0, L], [0, L], **options),
+        lambda: cache.decode(q[:, :, :1], score_mod=score),
+    ):
+        with pytest.raises(ArgumentError, match=r"score_mod: captures a tensor that requires grad"):
+            call()
+        with torch.no_grad():
+            call()
+
+
 def test_inside_compile_it_is_a_graph_break():
     q, k, v = (x.detach() for x in tensors())
 
@@ -180,6 +293,7 @@ def test_errors():
         torch.vmap(lambda x: numflash.torch.flex_attention(x, x, x))(torch.randn(2, B, H, L, D))
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_what_is_refused_as_by_attention():
     """float64 would lose digits, and rounding to INT8 has no gradient."""
     q, k, v = tensors()

@@ -44,6 +44,25 @@ def test_use_passes_the_weights_of_int8(pv):
         assert (x.numpy() == y).all()
 
 
+COMPILED = torch.compile(torch_flex.flex_attention, backend="eager")
+
+
+def test_what_compile_has_made_of_flex_attention_is_routed():
+    global COMPILED
+    made, wanted = COMPILED, nt.flex_attention(Q, K, V)
+    with nt.use() as routed, nt.use() as inner:
+        assert torch.equal(COMPILED(Q, K, V), wanted)
+    assert (routed.calls, inner.calls) == (0, 1) and COMPILED is made
+    COMPILED = None  # names may hold something else in the next block
+    with nt.use() as routed:
+        torch_flex.flex_attention(Q, K, V)
+    assert routed.calls == 1 and COMPILED is None
+    COMPILED = made
+    with nt.use() as routed:
+        COMPILED(Q, K, V)
+    assert routed.calls == 1
+
+
 def test_use_refuses_weights_without_int8():
     for given in ({"pv": "int16"}, {"precision": "float32", "pv": "int16"}, {"pv": "int4"}):
         with pytest.raises(ArgumentError, match="pv: got"):

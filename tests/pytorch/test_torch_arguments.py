@@ -87,6 +87,14 @@ def test_windows_beyond_every_integer(observed):
             torch.testing.assert_close(nt.attention(Q, Q, Q, window=window), nt.attention(Q, Q, Q))
 
 
+def test_other_layouts_after_an_equal_call():
+    x = Q.to_mkldnn()
+    for function in (nt.scaled_dot_product_attention, nt.attention):
+        function(Q, Q, Q)
+        with pytest.raises(nt.SdpaError, match=r"query: got a tensor of layout torch\._mkldnn"):
+            function(x, x, x)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors(layout):

@@ -9,6 +9,7 @@ from torch_cases import KEEP, SDPA, K, Q, V, draw, gradients, qkv
 
 import numflash.torch as nt
 from numflash.errors import UnsupportedError
+from numflash.tiling.store import forget_plans
 
 
 def test_compile_in_one_graph():
@@ -55,6 +56,27 @@ def test_training_compiles_in_one_graph():
         strict=True,
     ):
         torch.testing.assert_close(mine, right)
+
+
+def test_numflashs_own_functions_are_graph_breaks():
+    """On tensors too: what looks up their plans and kernels is not traced, whether there are some."""
+    import numflash
+
+    cache = numflash.KVCache(1, 2, 16, 100, "float32")
+    q, rows = draw(1, 2, 32, 16), [draw(32, 2, 16) for _ in range(3)]
+    calls = [
+        lambda x: numflash.attention(x, x, x) * 2,
+        lambda x: numflash.flex_attention(x, x, x, lambda s, b, h, i, j: s * 2) * 2,
+        lambda x: numflash.attention_varlen(*rows, [0, 32], [0, 32]) * 2,
+        lambda x: (cache.append(x, x), cache.decode(x[:, :, :1]), cache.truncate(0))[1] * 2,
+        lambda x: (cache.step(x, x, x), cache.truncate(0))[0] * 2,
+    ]
+    for call in calls:
+        torch._dynamo.reset()
+        forget_plans()
+        compiled = torch.compile(call, backend="eager")
+        assert torch.equal(compiled(q), call(q))
+        assert torch.equal(compiled(q), call(q))
 
 
 def test_compiled_models_are_routed_inside_the_context_only():

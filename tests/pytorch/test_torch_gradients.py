@@ -1,5 +1,7 @@
 """Gradients of numflash.torch: against PyTorch in float64, finite differences, and whole layers."""
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_cases import BIAS, KEEP, SDPA, SHAPES, K, Q, V, draw, exact, gradients, qkv
 
 import numflash.torch as nt
+from numflash.dispatch import plan_store
 from numflash.errors import UnsupportedError
 
 
@@ -250,6 +253,19 @@ def test_a_result_changed_in_place_is_noticed():
     out.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"sinks": torch.zeros(4), "attn_mask": KEEP}]
+)
+def test_a_first_call_in_a_checkpoint(options, dtype):
+    """What it saves is what the equal call saves that is made again."""
+    inputs = [x.to(dtype) for x in (Q, K, V)]
+    plan_store.runners.plans.clear()
+    call = functools.partial(nt.attention, **options)
+    again = gradients(lambda *x: checkpoint(call, *x, use_reentrant=False), inputs)
+    assert all(map(torch.equal, gradients(call, inputs), again))
 
 
 def test_checkpointing_and_a_graph_used_twice():

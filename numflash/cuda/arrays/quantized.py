@@ -137,7 +137,7 @@ def _quantise(
     )
     made = [memory[name] for name in names]
     unit = score_unit(problem.scale, problem.softcap)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         factors = (np.float32(unit),)
     quantise = Launch(
         int8_quantize,
