@@ -16,11 +16,10 @@ from .dispatch.packed import solve_packed
 from .errors import UnsupportedError
 from .interop.arguments import choice, refuse_unknown
 from .interop.arrays import deliver, import_array, on_device, restore
-from .interop.eager import eager
+from .interop.eager import eager, is_traced, untraced
 from .validation.options import COMMON, IMPLS, Options
 
 
-@eager
 def attention(
     query: Any,
     key: Any,
@@ -131,10 +130,17 @@ def attention(
         layout,
         return_lse,
     )
+    if type(query) is not np.ndarray and is_traced():
+        return untraced(_attention)(query, key, value, given, impl)
+    return _attention(query, key, value, given, impl)
+
+
+def _attention(query: Any, key: Any, value: Any, given: tuple[Any, ...], impl: str) -> Any:
+    """`attention` by the plan of an equal call, if there is one; `given` are the values of `Options`."""
     call = call_keys.key_of(query, key, value, given, impl)
     plan = plan_store.find(call)
     if plan is not None:
-        found = plan(query, key, value, (attn_mask, key_lengths, alibi_slopes, sinks))
+        found = plan(query, key, value, call_keys.arrays_of(given))
         if found is not None:
             return found
     return attend(query, key, value, Options(*given), impl, call)

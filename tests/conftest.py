@@ -16,6 +16,11 @@ os.environ["NUMFLASH_TILINGS"] = os.path.join(
 )  # no choice of this user
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two test processes share the cores
 
+if find_spec("numflash") and find_spec("numba"):
+    from numflash.jit import compiler
+
+    compiler.CHECKED = True  # callers that would share code compiled for another kind of them
+
 # The files that take longest start first, so that two processes end together (`make test` takes
 # whole files, in the order of the collection). Files whose kernels are the same stand apart: the
 # second one finds them on disk.

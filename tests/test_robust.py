@@ -119,6 +119,32 @@ def test_a_helper_with_other_options_is_another_kernel():
         )
 
 
+def test_a_function_that_two_kinds_of_callers_would_share_is_an_error(monkeypatch):
+    """Numba compiles it with the options of the first one."""
+    from numflash.jit import compiler
+
+    monkeypatch.setattr(compiler, "CHECKED", True)
+    for decorate, shared in (
+        (compiler.inline, False),
+        (compiler.bare, False),
+        (compiler.own, True),
+    ):
+
+        @decorate
+        def helper(x):
+            return x * 3.0 - x * 3.0
+
+        relaxed, strict = (
+            compiler.kernel(lambda x: helper(x), float_math=fast) for fast in (True, False)
+        )
+        relaxed(1.0)
+        if shared:
+            assert np.isnan(strict(np.inf))
+        else:
+            with pytest.raises(AssertionError, match=r"helper.*: called with reference counts"):
+                strict(np.inf)
+
+
 FACTORY = """
 from numflash.jit.compiler import inline, kernel
 

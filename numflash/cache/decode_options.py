@@ -51,6 +51,7 @@ class Changes(NamedTuple):
 
 
 NOTHING = Changes()
+NO_SOFTCAP = 0.0  # the default, which `decode` compares by identity: the fastest test for it
 
 
 def check_changes(softcap: Any, alibi_slopes: Any, mask: Any, shape: tuple[int, ...]) -> Changes:
@@ -96,6 +97,42 @@ def with_functions(
 def _flex(name: str) -> Any:
     """A file of `flex`, loaded by the first call with functions: most caches see none."""
     return importlib.import_module(f"..flex.{name}", __package__)
+
+
+class Asked(NamedTuple):
+    """What a call of `decode` or `step` asks for, unchecked."""
+
+    scale: Any = None
+    splits: Any = None
+    out: Any = None
+    return_lse: Any = False
+    softcap: Any = NO_SOFTCAP
+    alibi_slopes: Any = None
+    sinks: Any = None
+    mask: Any = None
+    score_mod: Any = None
+    mask_mod: Any = None
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether there is a score or a mask function."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
+    def changes(self) -> bool:
+        """Whether scores are changed, or a soft cap is no plain number."""
+        cap = type(self.softcap) not in (float, int) or self.softcap != 0
+        options = self.alibi_slopes is not None or self.mask is not None
+        return cap or options or self.calls_functions
+
+    def changes_of(self, memory: Memory, shape: tuple[int, ...]) -> Changes:
+        """The changes of scores, checked, for a query of a shape."""
+        changes = NOTHING
+        if self.softcap is not NO_SOFTCAP or self.alibi_slopes is not None or self.mask is not None:
+            changes = check_changes(self.softcap, self.alibi_slopes, self.mask, shape)
+        if self.calls_functions:
+            changes = with_functions(changes, self.score_mod, self.mask_mod, memory, shape)
+        return changes
 
 
 def slopes_of(x: Any, heads: int) -> np.ndarray:

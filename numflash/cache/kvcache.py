@@ -21,25 +21,18 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..interop.arguments import choice, flag
 from ..interop.arrays import deliver, to_float32
-from ..interop.eager import eager
+from ..interop.eager import is_traced, untraced
 from ..numerics.merge import apply_sinks
 from .appending import Appending
 from .arguments import FLOAT32, floats, integer, is_float32, output
 from .calls import EqualSteps, LastCall
-from .decode_options import (
-    NOTHING,
-    Changes,
-    check_changes,
-    of_heads,
-    with_functions,
-)
+from .decode_options import NO_SOFTCAP, NOTHING, Asked, Changes, of_heads
 from .decoding import cap_shift, lse_of, redo
 from .memory import Memory, allocate
 from .protocols import Backend, Plan
 from .settings import DEVICES, Settings, check_settings
 
 F = np.float32
-NO_SOFTCAP = 0.0  # the default, which `decode` compares by identity: the fastest test for it
 
 
 def _backend(device: str) -> Backend:
@@ -63,6 +56,18 @@ def checked(batch: Any, **given: Any) -> tuple[Backend, Settings, int]:
     backend = _backend(given["device"])
     batch = integer("batch", batch, 0, backend.MAX_BATCH)
     return backend, check_settings(Settings(**given), backend), batch
+
+
+def _place(
+    out: np.ndarray | None, shape: tuple[int, ...], query: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where a result goes, new memory or `out`, and the query, which is read again after that is
+    written.
+    """
+    if out is None:
+        return np.empty(shape, FLOAT32), query
+    result = output(out, shape)
+    return result, query.copy() if np.may_share_memory(result, query) else query
 
 
 class KVCache(Appending):
@@ -165,7 +170,6 @@ class KVCache(Appending):
         )
         super().__init__(settings, allocate(backend, settings, batch))
 
-    @eager
     def decode(
         self,
         query: Any,
@@ -238,35 +242,34 @@ class KVCache(Appending):
             same = query.shape == last.shape and not last.changed
             if same and last.wanted and memory.longest <= last.most:
                 return self._decode_again(memory, query, last)
-        functions = score_mod is not None or mask_mod is not None
-        options = alibi_slopes is not None or mask is not None
-        changed = functions or options or type(softcap) not in (float, int) or softcap != 0
-        plain = return_lse is False and sinks is None and mask is None
+        asked = Asked(
+            scale, splits, out, return_lse, softcap, alibi_slopes, sinks, mask, score_mod, mask_mod
+        )
+        if type(query) is not np.ndarray and is_traced():
+            return untraced(self._decode)(memory, query, asked)
+        return self._decode(memory, query, asked)
+
+    def _decode(self, memory: Memory, query: Any, asked: Asked) -> Any:
+        """`decode` with options: by the plan of an equal call where it is plain but for these."""
+        changed = asked.changes
+        plain = asked.return_lse is False and asked.sinks is None and asked.mask is None
         plain = plain and not (changed and self.smooth)
         if plain and is_float32(query):
             wanted = memory.calls.results.get(query.shape)
             if wanted is not None:
-                changes = NOTHING
-                if softcap is not NO_SOFTCAP or alibi_slopes is not None:
-                    changes = check_changes(softcap, alibi_slopes, None, query.shape)
-                if functions:
-                    changes = with_functions(changes, score_mod, mask_mod, memory, query.shape)
-                return self._equal_decode(memory, query, wanted, scale, splits, out, changes)
-        return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
+                return self._equal_decode(memory, query, wanted, asked)
+        return_lse, (query, taken) = flag("return_lse", asked.return_lse), self._query(query)
         shape = query.shape
         if len(shape) == 4 and shape[2] > 1:
             memory.refuse_dropped(shape[2])
-        plan, c, free = memory.calls.take(shape, scale, splits, memory.longest, changed)
+        scale, sinks = asked.scale, asked.sinks
+        plan, c, free = memory.calls.take(shape, scale, asked.splits, memory.longest, changed)
         try:
-            changes = check_changes(softcap, alibi_slopes, mask, shape) if changed else NOTHING
-            if functions:
-                changes = with_functions(changes, score_mod, mask_mod, memory, shape)
+            changes = asked.changes_of(memory, shape)
             if sinks is not None:
                 sinks = of_heads("sinks", sinks, shape[1])
             wanted = (*shape[:-1], self.value_dim)
-            result = np.empty(wanted, F) if out is None else output(out, wanted)
-            if out is not None and np.may_share_memory(out, query):
-                query = query.copy()  # it is read again after `out` is written
+            result, query = _place(asked.out, wanted, query)
             self._attend(memory, plan, c, query, scale, result, changes if changed else None)
             lse: Any = None
             if return_lse or sinks is not None:
@@ -278,7 +281,7 @@ class KVCache(Appending):
         if plain and self.device == "cpu" and (shape[2] == 1 or self.window is None):
             memory.calls.succeeded(shape, wanted)
         exported: Any = result
-        if taken is not None and out is None:
+        if taken is not None and asked.out is None:
             exported = deliver(result, None, taken, False)
         return (exported, lse) if return_lse else exported
 
@@ -329,26 +332,17 @@ class KVCache(Appending):
 
     @staticmethod
     def _equal_decode(
-        memory: Memory,
-        query: np.ndarray,
-        wanted: tuple[int, ...],
-        scale: Any,
-        splits: Any,
-        out: np.ndarray | None,
-        changes: Changes,
+        memory: Memory, query: np.ndarray, wanted: tuple[int, ...], asked: Asked
     ) -> np.ndarray:
-        """A plain call like one before, but for functions, a soft cap and slopes: `scale`, `splits`
-        and `out` are still to be checked.
+        """A plain call like one before, but for functions, a soft cap and slopes: scale, splits and out
+        are still to be checked.
         """
+        changes = asked.changes_of(memory, query.shape)
         changed = changes is not NOTHING
-        plan, c, free = memory.calls.take(query.shape, scale, splits, memory.longest, changed)
+        scale = asked.scale
+        plan, c, free = memory.calls.take(query.shape, scale, asked.splits, memory.longest, changed)
         try:
-            if out is None:
-                result = np.empty(wanted, FLOAT32)
-            else:
-                result = output(out, wanted)
-                if np.may_share_memory(result, query):
-                    query = query.copy()  # it is read again after `out` is written
+            result, query = _place(asked.out, wanted, query)
             if changed:
                 plan.change(changes, None)
             plan(query, c, memory.store, result)
@@ -366,7 +360,6 @@ class KVCache(Appending):
         taken = floats("query", query)
         return to_float32(taken.array), taken
 
-    @eager
     def step(
         self,
         query: Any,
@@ -408,8 +401,16 @@ class KVCache(Appending):
             result = self._equal_step(memory, equal, (query, key, value), scale, splits)
             if result is not None:
                 return result
-        given = (query, key) if shared else (query, key, value)
-        plain = plain and all(x.ndim == 4 and x.size for x in given)
+        asked = Asked(scale, splits, out)
+        if not plain and is_traced():
+            return untraced(self._step)(memory, query, key, value, asked)
+        return self._step(memory, query, key, value, asked)
+
+    def _step(self, memory: Memory, query: Any, key: Any, value: Any, asked: Asked) -> Any:
+        """A step that is no equal one: in two calls, where `append` or `decode` have more to do."""
+        given = (query, key) if self.value_in_key else (query, key, value)
+        plain = all(is_float32(x) and x.ndim == 4 and x.size for x in given)
+        scale, splits, out = asked.scale, asked.splits, asked.out
         if not plain or key.shape[2] != query.shape[2] or (self.device != "cpu" and self.smooth):
             rows, _ = self._query(query)
             # what it refuses is refused before a token is appended
@@ -426,9 +427,7 @@ class KVCache(Appending):
         plan, c, free = memory.calls.take(query.shape, scale, splits, longest)
         try:
             shape = (*query.shape[:-1], self.value_dim)
-            result = np.empty(shape, F) if out is None else output(out, shape)
-            if out is not None and np.may_share_memory(out, query):
-                query = query.copy()  # it is read again after `out` is written
+            result, query = _place(out, shape, query)
             key, value, take, n = self._admitted(memory, key, value, None)
             if self.device == "cpu":
                 memory.append(key, value, take, memory.store)

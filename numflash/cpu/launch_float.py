@@ -13,7 +13,7 @@ import numpy as np
 from ..interop.arrays import address, carray, to_float32
 from ..jit import target
 from ..jit.memory import fresh
-from ..jit.scratch import Layout
+from ..jit.scratch import Layout, placed, scratch
 from ..jit.threads import restoring_threads
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
@@ -85,8 +85,6 @@ class FloatPlan(Plan):
     operand : dtype of the arrays that a call takes: float32, or uint16 (the bits of bfloat16)
     takes : "float32" or "bfloat16" where contiguous arrays of that are what `run` takes, as they are
     """
-
-    places = PLACES
 
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
@@ -189,10 +187,11 @@ class FloatPlan(Plan):
 
     def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
         """The same for addresses."""
-        with self.scratch() as (room, numbers):
-            lse = lse if with_lse else room + int(numbers[LSE])
-            if restoring_threads(self.call, q, k, v, out, lse, room, numbers, self.factors):
-                self.rescue(q, k, v, out, lse, room + int(numbers[REDO]))
+        with scratch.take(self.layout.nbytes) as room:
+            at, numbers = room.address, placed(self.numbers, PLACES, self.layout, room)
+            lse = lse if with_lse else at + int(numbers[LSE])
+            if restoring_threads(self.call, q, k, v, out, lse, at, numbers, self.factors):
+                self.rescue(q, k, v, out, lse, at + int(numbers[REDO]))
 
     def rescue(self, q: int, k: int, v: int, out: int, lse: int, redo: int) -> None:
         """Do the rows that float32 cannot hold again in float64.

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..interop.arrays import Memory
 from ..jit.memory import fresh
-from ..jit.scratch import Layout
+from ..jit.scratch import Layout, placed, scratch
 from ..jit.threads import restoring_threads
 from ..numerics import fixedpoint as fx
 from ..numerics.fixedpoint import FIRST_KEYS
@@ -52,8 +52,6 @@ class Int8Plan(Plan):
     ----------
     takes : "float32" where contiguous arrays of that are what `run` takes, as they are
     """
-
-    places = PLACES
 
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
@@ -190,11 +188,12 @@ class Int8Plan(Plan):
     def _run(
         self, operands: tuple[int, ...], numbers: np.ndarray, out: int, lse: int, ready: Any = None
     ) -> None:
-        with self.scratch(numbers) as (room, numbers):
-            if restoring_threads(self.call, operands, out, room, numbers, self.factors):
+        with scratch.take(self.layout.nbytes) as room:
+            numbers = placed(numbers, PLACES, self.layout, room)
+            if restoring_threads(self.call, operands, out, room.address, numbers, self.factors):
                 self._run_general(operands, numbers, out, lse, ready)
             elif lse:
-                self._write_lse(room, numbers, lse, ready)
+                self._write_lse(room.address, numbers, lse, ready)
 
     def _write_lse(self, room: int, numbers: np.ndarray, lse: int, ready: Any) -> None:
         nb, nh, nkv, length, _, d, _ = self.shape

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..jit.scratch import Layout, in_scratch
+from ..jit.scratch import Layout
 from ..validation import Problem
 
 Own = TypeVar("Own", bound="Plan")
@@ -31,7 +31,6 @@ class Plan:
     problem: Problem
     numbers: np.ndarray
     layout: Layout
-    places: slice  # of the numbers that are places in scratch memory
 
     def with_options(self: Own, fields: dict[str, Any]) -> Own:
         """The plan of a problem whose `fields`, as of `validation.described`, are others."""
@@ -44,7 +43,3 @@ class Plan:
     def set_options(self) -> None:
         """Write what depends on masks, lengths and slopes into the numbers."""
         raise NotImplementedError
-
-    def scratch(self, numbers: np.ndarray | None = None) -> in_scratch:
-        """Scratch memory of a call, and its numbers."""
-        return in_scratch(self.layout, self.numbers if numbers is None else numbers, self.places)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..interop.arrays import address
-from ..jit.compiler import bare, inline
+from ..jit.compiler import bare, inline, own
 from ..jit.memory import array_at
 from ..numerics import fixedpoint as fx
 
@@ -235,7 +235,7 @@ class Dense(NamedTuple):
 softcap = inline(fx.softcap)
 
 
-@inline
+@own
 def row_range(semantics, b, i, s):
     """First visible key of row i and the key after the last one."""
     centre = i + semantics.diagonal[b]
@@ -244,7 +244,7 @@ def row_range(semantics, b, i, s):
     return first, max(first, stop)
 
 
-@inline
+@own
 def seen_range(semantics, b, h, i, s):
     """`row_range` within the blocks of keys that are not empty for row i of head h."""
     first, stop = row_range(semantics, b, i, s)
@@ -256,20 +256,20 @@ def seen_range(semantics, b, h, i, s):
     return first, max(first, stop)
 
 
-@inline
+@own
 def row_of(x, b, h, i):
     """Offset of a row in a (B, H, L, S) array whose first three sizes may be 1, flat."""
     nb, nh, length, s = x.shape
     return ((min(b, nb - 1) * nh + min(h, nh - 1)) * length + min(i, length - 1)) * s
 
 
-@inline
+@own
 def step_of(x):
     """Elements from one row of a (B, H, L, S) array to the next, 0 where all rows are one."""
     return x.shape[3] if x.shape[2] > 1 else 0
 
 
-@inline
+@own
 def transform_row(semantics, b, h, i, first, x):
     """Softcap, ALiBi, bias and mask on the float32 scores of one row from key `first` on, in the
     field's order.
@@ -298,7 +298,7 @@ def transform_row(semantics, b, h, i, first, x):
             x[j] = x[j] if mask[j] else F(-np.inf)
 
 
-@inline
+@own
 def below_octave(top):
     """`fixedpoint.below_octave` in selections, which become instructions on vectors of rows.
 
@@ -312,7 +312,7 @@ def below_octave(top):
     return F(F(half * quarter) * (fx.EIGHTH_OCTAVE if n & 1 else F(1)))
 
 
-@inline
+@own
 def narrow_row(x, out):
     """Q8.8 float32 scores to int16 relative to the row's own octave: (octave, the largest, any NaN).
 

@@ -6,6 +6,7 @@ The numbers of masks, lengths, slopes and sinks are in no key: each call looks a
 from __future__ import annotations
 
 import sys
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ Key = tuple[Any, ...] | None
 MASK, LENGTHS, SLOPES, SINKS = ARRAYS = [NAMES.index(name) for name in OptionArrays._fields]
 WINDOW = NAMES.index("window")
 BY_VALUE = frozenset(OptionArrays._fields)
+arrays_of = itemgetter(*ARRAYS)  # of the values of `Options`
 AN_ARRAY = object()  # in the key of a call, equal to no option
 
 

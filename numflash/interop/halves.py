@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..errors import UnsupportedError
-from ..jit.compiler import inline, kernel
+from ..jit.compiler import inline, kernel, own
 from ..jit.memory import reinterpret
 from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time, refuse_after_fork
@@ -40,7 +40,7 @@ def _reinterpreted(to: Any) -> Any:
 float_of, bits_of = _reinterpreted(types.float32), _reinterpreted(types.uint32)
 
 
-@inline
+@own
 def bfloat16_of(x):
     """float32 bits -> bfloat16 bits, ties to even; every NaN is the same one."""
     even = U(U(x >> 16) & U(1))
@@ -48,13 +48,13 @@ def bfloat16_of(x):
     return H(0x7FC0) if U(x & U(0x7FFFFFFF)) > U(0x7F800000) else H(rounded)
 
 
-@inline
+@own
 def bfloat16_to_float32(x):
     """Bfloat16 bits -> float32 bits."""
     return U(U(x) << 16)
 
 
-@inline
+@own
 def float16_of(x):
     """float32 bits -> float16 bits, ties to even.
 
@@ -70,7 +70,7 @@ def float16_of(x):
     return H(U(sign | (large if size >= U(0x47800000) else y)))
 
 
-@inline
+@own
 def float16_to_float32(x):
     """float16 bits -> float32 bits.
 

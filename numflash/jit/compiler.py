@@ -11,7 +11,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
-from numba.core import codegen, compiler
+from numba.core import codegen, compiler, targetconfig
 from numba.core.registry import CPUDispatcher, cpu_target
 
 from ..errors import UnsupportedError
@@ -144,23 +144,55 @@ def inline(
     """
     if function is None:
         return functools.partial(inline, float_math=float_math, twice=twice, **options)
-    # where it is not given, the option is inherited from the kernel that calls
+    # where it is not given, the option is inherited from the first kernel that calls
     if float_math:
         options["fastmath"] = set(FLOAT_MATH)
-    return numba.njit(
-        nogil=True,
-        error_model="numpy",
-        no_cfunc_wrapper=True,
-        no_cpython_wrapper=True,
-        pipeline_class=_TwiceOptimizedCompiler if twice else _InlineCompiler,
+    options = {
+        "nopython": True,
+        "boundscheck": None,
+        "nogil": True,
+        "error_model": "numpy",
+        "no_cfunc_wrapper": True,
+        "no_cpython_wrapper": True,
         **options,
-    )(named(function))
+    }
+    pipeline = _TwiceOptimizedCompiler if twice else _InlineCompiler
+    return _InlineDispatcher(named(function), {}, options, pipeline)
 
 
 # The same without reference counts, for what runs per block of keys: each count is a locked
 # instruction, which also holds back every later read of memory. Takes and slices arrays, allocates
 # none.
 bare = functools.partial(inline, _nrt=False)
+# The same, inheriting nothing: for what kernels of different options call (docs/pitfalls.md, "Options
+# are inherited from the first caller").
+own = functools.partial(bare, fastmath=False)
+CHECKED = False  # whether callers are compared, as the tests do
+
+
+class _InlineDispatcher(CPUDispatcher):
+    """Numba's, which compiles a function once for given types, with the options that it inherits from
+    its first caller; a second one with other options would get that code.
+    """
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """What a caller links; where `CHECKED`, an error if that was compiled with other options."""
+        if CHECKED:
+            self._compare_callers(args)
+        return super().get_call_template(args, kws)
+
+    def _compare_callers(self, args: Any) -> None:
+        caller = targetconfig.ConfigStack.top_or_none()
+        if caller is None:
+            return
+        counts = self.targetoptions.get("_nrt", bool(caller.nrt))
+        math = self.targetoptions.get("fastmath", frozenset(caller.fastmath.flags))
+        first = self.__dict__.setdefault("_inherited", {}).setdefault(args, (counts, math))
+        if first != (counts, math):
+            raise AssertionError(
+                f"{self.py_func.__qualname__}: called with reference counts and fast math {counts, math}, compiled "
+                f"with {first}; allowed: `own`, which inherits nothing"
+            )
 
 
 class _KernelDispatcher(CPUDispatcher):

@@ -110,6 +110,14 @@ class Room:
         self.array = empty((nbytes,), np.uint8, "scratch memory")
         self.nbytes, self.address = nbytes, self.array.ctypes.data
         self.built: dict[Places, Any] = {}
+        self.buffers: list[np.ndarray] = []
+
+    def __enter__(self) -> Room:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Give the memory back to the thread."""
+        scratch.give(self)
 
     def build(self, places: Places) -> Any:
         """What `places` makes of the block, made once."""
@@ -153,27 +161,12 @@ class Scratch(threading.local):
 scratch = Scratch()
 
 
-class in_scratch:
-    """Scratch memory of one compiled call: its address, and the call's numbers.
-
-    Parameters
-    ----------
-    layout : of the memory
-    numbers : int64 array that the call reads
-    places : where in the numbers the places of the layout's arrays stand
+def placed(numbers: np.ndarray, places: slice, layout: Layout, room: Room) -> np.ndarray:
+    """The numbers that a compiled call reads, whose `places` say where in a room the arrays of a layout
+    are. For `guard` each array has a buffer of its own, anywhere in memory.
     """
-
-    def __init__(self, layout: Layout, numbers: np.ndarray, places: slice) -> None:
-        self.layout, self.numbers, self.places = layout, numbers, places
-
-    def __enter__(self) -> tuple[int, np.ndarray]:
-        self.room = scratch.take(self.layout.nbytes)
-        address, numbers = self.room.address, self.numbers
-        if guard.ON:  # each array has a buffer of its own, anywhere in memory
-            numbers = numbers.copy()
-            self.buffers = self.layout.guarded()
-            numbers[self.places] = [x.ctypes.data - address for x in self.buffers]
-        return address, numbers
-
-    def __exit__(self, *error: object) -> None:
-        scratch.give(self.room)
+    if not guard.ON:
+        return numbers
+    numbers, room.buffers = numbers.copy(), layout.guarded()
+    numbers[places] = [x.ctypes.data - room.address for x in room.buffers]
+    return numbers

@@ -19,7 +19,7 @@ def plain(x: Any, dtype: torch.dtype) -> bool:
     return (
         type(x) is Tensor
         and x.dtype is dtype
-        and x.layout is torch.strided
+        and not x.is_mkldnn
         and x.is_cpu
         and x.is_contiguous()
         and not x.is_neg()

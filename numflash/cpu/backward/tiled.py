@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...jit.scratch import Layout, in_scratch
+from ...jit.scratch import Layout, placed, scratch
 from ...jit.threads import restoring_threads
 from ...numerics.fixedpoint import LOG2E
 from ...tiling import Store
@@ -83,13 +83,14 @@ class GradientPlan:
         -------
         skip (N, L) bool, exact_delta (N, L) float64 as in `held.Found`; None where all are held
         """
-        with in_scratch(self.layout, self.numbers, PLACES) as (room, numbers):
-            if not restoring_threads(self.call, *operands, room, numbers, self.reals):
+        with scratch.take(self.layout.nbytes) as room:
+            at, numbers = room.address, placed(self.numbers, PLACES, self.layout, room)
+            if not restoring_threads(self.call, *operands, at, numbers, self.reals):
                 return None
             nb, nh, _, length, _, _, _ = self.shape
             skip, delta = (
                 at_address(
-                    room + int(numbers[Numbers._fields.index(name)]), (nb * nh, length), kind
+                    at + int(numbers[Numbers._fields.index(name)]), (nb * nh, length), kind
                 ).copy()
                 for name, kind in (("skip", "|b1"), ("exact_delta", "=f8"))
             )

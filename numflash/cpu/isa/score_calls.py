@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import bare
+from ...jit.compiler import bare, own
 from .vectors import F32, I8, I32, I64, data, pointer
 
 FULL = np.uint8(2)
@@ -171,7 +171,7 @@ def call_cached(typingctx, function, x, shift, scales, rows, count, rounded, cor
     return number(function, *addresses, number, number, number, corner, real, real), codegen
 
 
-@bare
+@own
 def batch_of(tiles, b):
     """The batch entry as the functions shall see it."""
     return tiles.batch[b] if tiles.batch.size > 0 else b
