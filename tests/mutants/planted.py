@@ -670,8 +670,8 @@ MUTANTS = [
     ),
     Mutant(
         "interop/eager.py",
-        "if torch is None or not torch.compiler.is_compiling():",
-        "if True:",
+        "return torch is not None and torch.compiler.is_dynamo_compiling()",
+        "return False",
         "tests/pytorch/test_torch_compile.py -k own_functions",
     ),
     Mutant(
