@@ -17,9 +17,10 @@ R = TypeVar("R")
 
 
 def is_traced() -> bool:
-    """Whether `torch.compile` follows the code that asks."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_dynamo_compiling()
+    """Whether `torch.compile` follows the code that asks; never in releases that do not say it."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    check = getattr(compiler, "is_dynamo_compiling", None)
+    return check is not None and check()
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

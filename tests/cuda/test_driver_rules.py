@@ -61,7 +61,6 @@ torch.Tensor, torch.float16, torch.float32 = Tensor, "torch.float16", "torch.flo
 torch.uint8, torch.bfloat16 = "torch.uint8", "torch.bfloat16"
 torch.empty = lambda shape, dtype, device: Tensor(shape, dtype, device)
 torch.is_grad_enabled = lambda: False
-torch.compiler = types.SimpleNamespace(is_dynamo_compiling=lambda: False)
 streams = {0: 0x77, 1: 0x99}
 torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=streams[device]))
 sys.modules["torch"] = torch

@@ -259,7 +259,6 @@ cupy.cuda = types.SimpleNamespace(
     get_current_stream=lambda: types.SimpleNamespace(ptr=119), Device=contextlib.nullcontext)
 torch.Tensor, torch.empty, torch.float16, torch.float32 = Array, Array, "torch.float16", "torch.float32"
 torch.is_grad_enabled = lambda: False
-torch.compiler = types.SimpleNamespace(is_dynamo_compiling=lambda: False)
 torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=235))
 for module, kind, half in ((cupy, CuPyArray, "float16"), (torch, Array, "torch.float16")):
     sys.modules[module.__name__] = module

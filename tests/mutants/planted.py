@@ -670,7 +670,7 @@ MUTANTS = [
     ),
     Mutant(
         "interop/eager.py",
-        "return torch is not None and torch.compiler.is_dynamo_compiling()",
+        "return check is not None and check()",
         "return False",
         "tests/pytorch/test_torch_compile.py -k own_functions",
     ),
