@@ -97,9 +97,16 @@ class Prepared:
         """The captured tensors of PyTorch."""
         return [x for x in self.graph.owners if is_tensor(x)]
 
+    @functools.cached_property
+    def _of_scores(self) -> list[Any]:
+        """The captured tensors that a score depends on."""
+        roots = [] if self.score is None else [self.score]
+        owners = (self.graph.owners[x.data] for x in reachable(roots) if x.op == "load")
+        return [x for x in owners if is_tensor(x)]
+
     def refuse_grad(self) -> None:
-        """Raise where a captured tensor's gradient would be lost."""
-        if self.tensors and loses_grad(*self.tensors):
+        """Raise where the gradient of a tensor that `score_mod` captures would be lost; a mask has none."""
+        if self._of_scores and loses_grad(*self._of_scores):
             raise ArgumentError(
                 "score_mod: captures a tensor that requires grad, which would be lost; allowed: detach() it, "
                 "call under no_grad(), or numflash.torch.flex_attention, which has gradients"

@@ -266,6 +266,9 @@ def test_gradients_of_captured_tensors_are_not_lost():
             call()
         with torch.no_grad():
             call()
+    limits = torch.nn.Parameter(torch.full((L,), 9.0))  # of a mask there is none to lose
+    mask = numflash.create_block_mask(lambda b, h, i, j: i - j < limits[i], None, None, L, L)
+    numflash.flex_attention(q, k, v, None, mask, enable_gqa=True)
 
 
 def test_inside_compile_it_is_a_graph_break():
