@@ -14,9 +14,8 @@ from ..errors import ArgumentError, ArgumentTypeError, CacheFullError
 from .settings import INTEGERS, Settings
 
 STATE_VERSION = 1
-MOST_TOKENS = (
-    1 << 62
-)  # that a ring may have seen: a larger number is damage, and int64 would overflow
+# that a ring may have seen: a larger number is damage, and int64 would overflow soon
+MOST_TOKENS = 1 << 62
 EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 
 

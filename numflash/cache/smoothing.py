@@ -19,7 +19,7 @@ from .settings import Settings
 
 F = np.float32
 SMOOTH_TOKENS = 16  # fewer first tokens say too little about the channel means
-MOST = 1.5  # times larger may the sum of squares of the other keys become
+MOST = 1.5  # the sum of squares of the other keys may grow by this factor
 INT8_TOP, INT4_TOP = F(127), F(15)  # the largest stored numbers; INT4's are odd
 
 

@@ -45,7 +45,7 @@ MASKS = {
     "additive mask": np.zeros((3, 3), np.float32),
 }
 
-# rows and head sizes: rows that end within a vector, which go the general way in INT8; whole ones; a new token
+# rows and head sizes: rows that end within a vector, which INT8 computes by `general_int8`; whole ones; a new token
 SIZES = (3, 8), (3, 64), (1, 64)
 GROUPS = range(1, 9)  # query heads of a KV head; of more than 8 a kernel takes up to 8 at a time
 OPTIONS = "options"  # the word of kernels with a soft cap, ALiBi or functions

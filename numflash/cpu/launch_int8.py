@@ -35,6 +35,7 @@ from .semantics import OPTION_NUMBERS, option_numbers
 
 F = np.float32
 WORKERS = Numbers._fields.index("workers")
+NO_STRIDES = dict.fromkeys(Numbers._fields[STRIDES], 0)
 
 
 class Int8Plan(Plan):
@@ -91,11 +92,6 @@ class Int8Plan(Plan):
             l=n * length * 4,
             counter=8,
         )
-        strides = {
-            f"{x}_{axis}": step
-            for x, shape in zip("qkv", self.shapes(), strict=True)
-            for axis, step in strides_of(shape, self.operand.itemsize).items()
-        }
         numbers = Numbers(
             *self.shape,
             packed_length=keys,
@@ -105,9 +101,11 @@ class Int8Plan(Plan):
             first_count=problem.first_keys if first_rows else 0,
             workers=1,
             stream=stream_of(problem, isa),
-            **(strides | places),
+            **(NO_STRIDES | places),
         )
         self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
+        size = self.operand.itemsize
+        self.numbers[STRIDES] = [step for x in self.shapes() for step in strides_of(x, size)]
         self.set_options()
         unit = score_unit(problem.scale, problem.softcap)
         self.factors = np.array((unit, self.options.softcap), np.float64)
@@ -233,11 +231,11 @@ class Int8Plan(Plan):
             at_address(lse, (nb, nh, length), "=f4")[...] = found
 
 
-def strides_of(shape: tuple[int, ...], itemsize: int) -> dict[str, int]:
+def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
     """Bytes from one batch entry, head and row of a contiguous array to the next."""
     _, heads, rows, columns = shape
     row = columns * itemsize
-    return {"batch": heads * rows * row, "head": rows * row, "row": row}
+    return heads * rows * row, rows * row, row
 
 
 def is_plain(problem: Problem, isa: str) -> bool:

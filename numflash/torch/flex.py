@@ -88,8 +88,8 @@ class Call(NamedTuple):
         """As `flex.attention.attend` takes them."""
         return self.score_mod, self.block_mask, self.recorded
 
-    def read(self) -> list[Tensor]:
-        """Captured tensors whose numbers the gradients read again, and have none themselves."""
+    def constants(self) -> list[Tensor]:
+        """The captured tensors that get no gradient: the backward pass reads their numbers again."""
         found = [] if self.recorded is None else self.recorded.tensors
         trained = [] if self.tables is None else self.tables.owners()
         return [x for x in found if not any(x is y for y in trained)]
@@ -145,7 +145,7 @@ class _Flex(torch.autograd.Function):
             out, lse = attend(q, k, v, Options(return_lse=True, **options), call.functions)
         ctx.call, ctx.trained = call, len(captured)
         # PyTorch refuses a gradient where one of these was changed in place
-        ctx.save_for_backward(query, key, value, out, lse, sinks, *captured, *call.read())
+        ctx.save_for_backward(query, key, value, out, lse, sinks, *captured, *call.constants())
         ctx.mark_non_differentiable(lse)
         return out, lse
 

@@ -9,6 +9,10 @@ import numpy as np
 
 from ..numerics.fixedpoint import FIRST_KEYS
 
+F = np.float32
+ZERO = np.zeros(1, F)
+ZERO.flags.writeable = False
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -90,7 +94,7 @@ class Problem:
         """A copy whose query, key and value have shapes, and no memory."""
         b, h, hkv, length, s, d, dv = self.shape
         shapes = (b, h, length, d), (b, hkv, s, d), (b, hkv, s, dv)
-        return self.with_operands(*(np.broadcast_to(np.float32(0), shape) for shape in shapes))
+        return self.with_operands(*(np.ndarray(x, F, ZERO, strides=(0,) * 4) for x in shapes))
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int, int]:

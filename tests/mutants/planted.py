@@ -198,7 +198,12 @@ MUTANTS = [
     Mutant(CALL_INT8, "        wide[:] = 0\n", "", PLANNED_INT8),
     Mutant(CALL_INT8, "if max(top_q * abs(f.unit), top_k) >= LIMIT:", "if False:", PLANNED_INT8),
     Mutant(CALL_INT8, "f.softcap, most >= MOST)", "f.softcap, False)", PLANNED_INT8),
-    Mutant(LAUNCH_INT8, "numbers[STRIDES] = [", "_ = [", PLANNED_INT8),
+    Mutant(
+        LAUNCH_INT8,
+        "numbers[STRIDES] = [step for x in (q, k, v)",
+        "_ = [step for x in (q, k, v)",
+        PLANNED_INT8,
+    ),
     # ---- what both share
     Mutant(
         "cpu/semantics.py",
@@ -652,7 +657,7 @@ MUTANTS = [
     ),
     Mutant(
         "torch/flex.py",
-        "*captured, *call.read())",
+        "*captured, *call.constants())",
         "*captured)",
         "tests/pytorch/test_flex_torch.py -k may_not_change",
     ),

@@ -13,7 +13,7 @@ A task takes KV heads one by one, so that their rows are still in the cache when
 Where threads are more than heads, or do not share these evenly, it takes chunks of rows instead, and
 the statistics of all come first. The results are those of `quantize_problem`, to the bit, for input
 whose magnitudes stay below `quantize_rows.PLAIN`, and heads as wide as a vector. Otherwise
-(infinity, NaN, huge numbers, narrower heads) the caller goes the general way.
+(infinity, NaN, huge numbers, narrower heads) the caller uses `general_int8`.
 """
 
 from __future__ import annotations
