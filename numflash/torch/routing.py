@@ -45,8 +45,8 @@ class use(TorchFunctionMode):
     However the model got hold of the function, and whatever calls it: `torch.nn.MultiheadAttention`
     without weights and `torch.nn.TransformerEncoder` do. It holds for the thread that enters it,
     nests (the innermost decides), and ends with the block, also by an exception. `flex_attention`
-    is found by the name under which modules hold it; what `torch.compile(flex_attention)` has made
-    is PyTorch's.
+    and what `torch.compile` has made of it are found by the names under which modules hold them; what
+    an object or a function holds stays PyTorch's.
 
     Parameters
     ----------
