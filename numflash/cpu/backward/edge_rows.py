@@ -30,7 +30,7 @@ class EdgeRows(NamedTuple):
     """Jitted functions of one instruction set.
 
     visible(options, b, key, s) : the first query that attends to a key, and the one after the last
-    keys_seen(options, mask, head, key, tile) : near .. far of a tile without the keys at either
+    keys_seen(options, mask, head, key, tile) : first .. stop of a tile without the keys at either
         end that the mask hides from all queries
     call_functions(options, head, key, tile, x, slope) : scores x of all keys of a tile as the
         functions leave them, and their slopes; only of keys and queries that exist
@@ -81,21 +81,21 @@ def make_edge_rows(name: str) -> EdgeRows:
 
     @inlined
     def keys_seen(options, mask, head, key, tile):
-        near, far = tile.near, tile.far
-        while near < far and not any_seen(options, mask, head, key + near, tile):
-            near += mr
-        while near < far and not any_seen(options, mask, head, key + far - mr, tile):
-            far -= mr
-        return near, far
+        first, stop = tile.first, tile.stop
+        while first < stop and not any_seen(options, mask, head, key + first, tile):
+            first += mr
+        while first < stop and not any_seen(options, mask, head, key + stop - mr, tile):
+            stop -= mr
+        return first, stop
 
     @inlined
     def call_functions(options, head, key, tile, x, slope):
         functions = options.functions
         length, s = options.sizes
-        first, i = key + tile.near, tile.query
-        rows, count = min(s, key + tile.far) - first, min(tile.columns, length - i)
+        first, i = key + tile.first, tile.query
+        rows, count = min(s, key + tile.stop) - first, min(tile.columns, length - i)
         if rows > 0 and count > 0:
-            function, at = Function(functions.masked, functions.masked_frame), tile.near * QUERIES
+            function, at = Function(functions.masked, functions.masked_frame), tile.first * QUERIES
             corner = Corner(batch_of(functions, head.b), head.h, i, first)
             scores, slopes = Rows(x, at, QUERIES), Packed(slope, at)
             call_slopes(function, scores, slopes, rows, count, corner, F(LN2), F(LOG2E))

@@ -72,12 +72,12 @@ class Head(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """`columns` queries from `query` on, and rows `near` to `far` of a block of keys."""
+    """`columns` queries from `query` on, and rows `first` to `stop` of a block of keys."""
 
     query: int
     columns: int
-    near: int
-    far: int
+    first: int
+    stop: int
 
 
 class Left(NamedTuple):
@@ -146,11 +146,11 @@ def make_backward(name: str):
         width = x.shape[1]
         for at in range(0, tile.columns, panel):
             source = (tile.query + at) * width
-            for r in range(tile.near, tile.far, mr):
+            for r in range(tile.first, tile.stop, mr):
                 row, to, steps = r * width, r * QUERIES + at, width // group
                 score(x, row, width, packed, source, steps, factor, out, to, QUERIES)
         if matrix and factor != F(1):  # matrix tiles store plain sums
-            for r in range(tile.near, tile.far):
+            for r in range(tile.first, tile.stop):
                 scale(out, r * QUERIES, tile.columns // lanes, factor)
 
     @inline
@@ -172,21 +172,25 @@ def make_backward(name: str):
         columns = min(QUERIES, length - query)
         on_diagonal = query + options.diagonal[b] - key  # the row of the first query's own key
         end = min(s, options.key_lengths[b]) - key
-        near = max(0, on_diagonal - options.left) // mr * mr
-        far = (min(end, on_diagonal + columns + options.right) + mr - 1) // mr * mr
-        far = min(keys, far)
+        first = max(0, on_diagonal - options.left) // mr * mr
+        stop = (min(end, on_diagonal + columns + options.right) + mr - 1) // mr * mr
+        stop = min(keys, stop)
         if dense.mask.size > 0:
-            near, far = keys_seen(options, dense.mask, head, key, Tile(query, columns, near, far))
+            first, stop = keys_seen(
+                options, dense.mask, head, key, Tile(query, columns, first, stop)
+            )
         last = query + columns - 1
-        if functions.states.size > 0 and near < far:
-            a, z = trimmed(functions, b, h, query, last, key + near, min(key + far, s), 1)
-            near, far = (a - key) // mr * mr, (z - key + mr - 1) // mr * mr
-            near, far = (near, min(keys, far)) if a < z else (0, 0)
+        if functions.states.size > 0 and first < stop:
+            seen, seen_stop = trimmed(
+                functions, b, h, query, last, key + first, min(key + stop, s), 1
+            )
+            first, stop = (seen - key) // mr * mr, (seen_stop - key + mr - 1) // mr * mr
+            first, stop = (first, min(keys, stop)) if seen < seen_stop else (0, 0)
         called = functions.masked != 0 and (
             functions.unmasked != 0
-            or must_mask(functions, b, h, query, last, key + near, key + far)
+            or must_mask(functions, b, h, query, last, key + first, key + stop)
         )
-        return Tile(query, columns, near, far), called
+        return Tile(query, columns, first, stop), called
 
     @inlined
     def weigh(options, dense, head, key, tile, s, built_in, called, work):
@@ -198,7 +202,7 @@ def make_backward(name: str):
         always, sloped = built_in or called, called or options.softcap > F(0)
         if called:
             call_functions(options, head, key, tile, x, slope)
-        for r in range(tile.near, tile.far):
+        for r in range(tile.first, tile.stop):
             lo, hi = visible(options, head.b, key + r, s)
             lo = min(max(lo - tile.query, 0), columns)
             hi = min(max(hi - tile.query, 0), columns)
@@ -222,7 +226,7 @@ def make_backward(name: str):
         turned : a row of x has the keys of a query, not the queries of a key
         """
         columns = min(tile.columns, out.shape[0] - tile.query)
-        first, count = tile.near, min(tile.far, out.shape[1] - key) - tile.near
+        first, count = tile.first, min(tile.stop, out.shape[1] - key) - tile.first
         for i in range(columns):
             row = out[tile.query + i, key + first :]
             if turned:
@@ -237,13 +241,13 @@ def make_backward(name: str):
     @inlined
     def turn(tile, work):
         """dS^T of a tile as dS, the left operand of dQ."""
-        columns, first = tile.columns, tile.near // side * side
+        columns, first = tile.columns, tile.first // side * side
         transposed, turned = work.transposed, work.ds_turned
-        for r in range(first, tile.far, side):
+        for r in range(first, tile.stop, side):
             for at in range(0, columns, side):
                 square(work.slopes, r * QUERIES + at, QUERIES, transposed, at * KEYS + r, KEYS)
         if group == 2:
-            count = (tile.far - first + lanes - 1) // lanes
+            count = (tile.stop - first + lanes - 1) // lanes
             for at in range(first, first + columns * KEYS, KEYS):
                 narrow(transposed, at, turned, at, count)
         for x in range(columns * KEYS, (columns + -columns % mr) * KEYS):
@@ -252,12 +256,13 @@ def make_backward(name: str):
     @inlined
     def add_gradients(head, tile, work):
         """What the weights and score gradients of a tile add to dV, dK and dQ."""
-        i, near, rows, columns = tile.query, tile.near, tile.far - tile.near, tile.columns
-        first = near * QUERIES
-        add_product(Left(work.p, first, QUERIES, rows), head.do, i, columns, work.dv, near)
-        add_product(Left(work.ds, first, QUERIES, rows), head.q, i, columns, work.dk, near)
+        i, first, rows, columns = tile.query, tile.first, tile.stop - tile.first, tile.columns
+        at = first * QUERIES
+        add_product(Left(work.p, at, QUERIES, rows), head.do, i, columns, work.dv, first)
+        add_product(Left(work.ds, at, QUERIES, rows), head.q, i, columns, work.dk, first)
         turn(tile, work)
-        add_product(Left(work.ds_turned, near, KEYS, columns), work.k_right, near, rows, head.dq, i)
+        turned = Left(work.ds_turned, first, KEYS, columns)
+        add_product(turned, work.k_right, first, rows, head.dq, i)
 
     @inlined
     def head_of(x, sizes, room, n, slot, split):
@@ -358,7 +363,7 @@ def make_backward(name: str):
                 first, stop = query_span(options, head.b, key, keys, length, s)
                 for query in range(first // QUERIES * QUERIES, stop, QUERIES):
                     tile, called = tile_at(options, dense, head, key, keys, query, length, s)
-                    if tile.near >= tile.far:
+                    if tile.first >= tile.stop:
                         continue
                     products(work.k, head.q_packed, factors.scores, tile, work.scores)
                     products(work.v, head.do_packed, F(1), tile, work.slopes)

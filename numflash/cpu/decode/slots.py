@@ -58,15 +58,15 @@ def coverage(edges, first, n):
 @bare
 def hide(edges, first, n, t, value):
     """t[j] = value for the slots of first .. first + n that are not seen."""
-    a, z = max(0, edges[SINKS_END] - first), min(n, edges[FIRST] - first)
-    if a < z:
-        t[a:z] = value
-    a, z = max(0, edges[STOP] - first), min(n, edges[SECOND] - first)
-    if a < z:
-        t[a:z] = value
-    a = max(0, edges[SECOND_STOP] - first)
-    if a < n:
-        t[a:n] = value
+    begin, end = max(0, edges[SINKS_END] - first), min(n, edges[FIRST] - first)
+    if begin < end:
+        t[begin:end] = value
+    begin, end = max(0, edges[STOP] - first), min(n, edges[SECOND] - first)
+    if begin < end:
+        t[begin:end] = value
+    begin = max(0, edges[SECOND_STOP] - first)
+    if begin < n:
+        t[begin:n] = value
 
 
 @bare

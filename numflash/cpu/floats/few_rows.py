@@ -258,35 +258,35 @@ def make_work(name: str, kind: str):
     def edges(few, n, rows, lo, hi):
         """The first key that each row sees and the key after its last one; those of all rows."""
         group, b = rows // few.length, n // few.kv_heads
-        left, right = few.keys, 0
+        first, stop = few.keys, 0
         for r in range(rows):
             h = n % few.kv_heads * group + r // few.length
             lo[r], hi[r] = seen_range(few.semantics, b, h, r % few.length, few.keys)
             if lo[r] < hi[r]:
-                left, right = min(left, lo[r]), max(right, hi[r])
-        return left, max(left, right)
+                first, stop = min(first, lo[r]), max(stop, hi[r])
+        return first, max(first, stop)
 
     @inline
     def block_rows(few, n, first, count, lo, hi, x, m, l, o, spoiled):
         """The weights of all rows for a block; False if none of them sees any of its keys."""
         rows, b = few.out.shape[2], n // few.kv_heads
         group, vectors = rows // few.length, (count + lanes - 1) // lanes
-        seen = False
+        any_seen = False
         for r in range(rows):
             at, h = r * KEYS, n % few.kv_heads * group + r // few.length
             if times(x, at, vectors, few.scale, x, at):
                 spoiled[r] = np.uint8(1)
             there = changed(few, b, h, r % few.length, first, x, at, count)
-            left, right = max(lo[r] - first, 0), min(hi[r] - first, count)
+            seen, seen_stop = max(lo[r] - first, 0), min(hi[r] - first, count)
             if not there:
-                right = left
-            for j in range(at, at + min(left, count)):
+                seen_stop = seen
+            for j in range(at, at + min(seen, count)):
                 x[j] = HIDDEN
-            for j in range(at + max(left, right), at + vectors * lanes):
+            for j in range(at + max(seen, seen_stop), at + vectors * lanes):
                 x[j] = HIDDEN
             m[r] = weigh(x, at, vectors, m[r], l[r], o[r])
-            seen |= right > left
-        return seen
+            any_seen |= seen_stop > seen
+        return any_seen
 
     @inline(float_math=True)
     def work(task, few):
@@ -299,10 +299,10 @@ def make_work(name: str, kind: str):
         hi = uncleared((rows,), np.int64, "ends of few rows")
         o, m, spoiled = few.out[n, part], few.m[n, part], few.spoiled[n, part]
         o[:], m[:], spoiled[:] = F(0), HIDDEN, np.uint8(0)
-        left, right = edges(few, n, rows, lo, hi)
-        share = (right - left + parts - 1) // parts
-        stop = min(right, left + (part + 1) * share)
-        for first in range(left + part * share, stop, KEYS):
+        begin, end = edges(few, n, rows, lo, hi)
+        share = (end - begin + parts - 1) // parts
+        stop = min(end, begin + (part + 1) * share)
+        for first in range(begin + part * share, stop, KEYS):
             count = min(KEYS, stop - first)
             block_scores(few, n, first, count, x)
             if block_rows(few, n, first, count, lo, hi, x, m, l, o, spoiled):

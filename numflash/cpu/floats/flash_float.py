@@ -92,13 +92,14 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             score1(q, row, stride, k, at, step, x, to, key_block)
 
     @inlined
-    def block_scores(state, tile, k, block, stop):
+    def block_scores(state, tile, k, block, end):
         """The scores of a key block, panel by panel: a panel of K stays in L1 for all rows."""
-        for j in range(block, min(block + key_block, stop), panel):
+        for j in range(block, min(block + key_block, end), panel):
             for g in range(0, tile.real, mr):
-                a, z = max(state.start[g // mr], j), min(state.stop[g // mr], j + panel)
-                if a < z:
-                    scores(state, g, k, a, z, g * key_block + a - block)
+                first = max(state.first[g // mr], j)
+                stop = min(state.stop[g // mr], j + panel)
+                if first < stop:
+                    scores(state, g, k, first, stop, g * key_block + first - block)
 
     @inlined
     def add_values(state, tile, v, block, columns):
@@ -110,7 +111,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                 panel if t + panel <= columns else half if nv > 1 and t + half <= columns else lanes
             )
             for g in range(0, tile.real, mr):
-                first = state.start[g // mr]
+                first = state.first[g // mr]
                 n = state.stop[g // mr] - first
                 if n > 0:
                     steps = (n + step - 1) // step * (step // group)
@@ -150,11 +151,11 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                 group_spans(semantics, dense, state, tile, block, s)
                 block_scores(state, tile, x.keys[n_kv], block, stop)
                 for g in range(0, tile.real, mr):
-                    a, z = state.start[g // mr], state.stop[g // mr]
-                    if a < z:
-                        rows = Group(g, min(mr, tile.real - g), a, z, block)
+                    seen, seen_stop = state.first[g // mr], state.stop[g // mr]
+                    if seen < seen_stop:
+                        rows = Group(g, min(mr, tile.real - g), seen, seen_stop, block)
                         group_weights(semantics, dense, tile, rows, c, state)
-                        state.start[g // mr] += state.skip[g // mr]
+                        state.first[g // mr] += state.skip[g // mr]
                 add_values(state, tile, x.values[n_kv], block, sizes.columns)
             store_rows(tile, shifted, state, counter, results)
 

@@ -63,7 +63,7 @@ class Group(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a worker keeps of one query tile; start, stop, skip are of its groups."""
+    """What a worker keeps of one query tile; first, stop, skip are of its groups."""
 
     q: np.ndarray  # (block_q, channels) operands
     x: np.ndarray  # (block_q * key_block,) float32 scores
@@ -74,6 +74,6 @@ class State(NamedTuple):
     beyond: np.ndarray  # (block_q,) uint8: 1 where |q| is somewhere above the limit, or not finite
     lo: np.ndarray  # (block_q,) int64 first key that a row attends to
     hi: np.ndarray  # (block_q,) int64 the key after its last one
-    start: np.ndarray  # int64 first key of a group in the present block
+    first: np.ndarray  # int64 first key of a group in the present block
     stop: np.ndarray  # int64 the key after its last one
     skip: np.ndarray  # int64 scored keys before the first that any row attends to, in whole steps

@@ -104,8 +104,8 @@ def make_group_weights(name: str, key_block: int):
         for i in range(group.g, group.g + group.rows):
             at = i * key_block + first - group.block
             tail, end = at + whole * lanes, at + count * lanes
-            left, right = max(state.lo[i] - first, 0), min(state.hi[i], group.stop) - first
-            if right > left:
+            seen, seen_stop = max(state.lo[i] - first, 0), min(state.hi[i], group.stop) - first
+            if seen_stop > seen:
                 factor = c
                 if early:
                     scale(x, at, count, c)
@@ -129,9 +129,9 @@ def make_group_weights(name: str, key_block: int):
                         for j in range(rest):
                             mask_end[j] = mask[mask_at + whole * lanes + j]
                         apply_mask(x, tail, 1, mask_end, 0)
-                for j in range(at, at + left):
+                for j in range(at, at + seen):
                     x[j] = HIDDEN
-                for j in range(at + right, end):
+                for j in range(at + seen_stop, end):
                     x[j] = HIDDEN
                 weigh_row(state, i, at, count, factor)
             else:
@@ -149,16 +149,21 @@ def make_group_weights(name: str, key_block: int):
         row, rows = tile.row + group.g, group.rows
         masked, unmasked = Function(functions.masked, functions.masked_frame), functions.unmasked
         batch, at = batch_of(functions, b), group.g * key_block - group.block
-        a, z = full_run(functions, b, h, row, row + rows - 1, group.first, group.stop)
+        full, full_stop = full_run(functions, b, h, row, row + rows - 1, group.first, group.stop)
         scale, unit, factor = F(c * F(LN2)), F(LOG2E), F(1)
         if unmasked == 0 and c > F(0):  # the mask leaves the units of the scores as they are
             scale, unit, factor = F(1), F(1), c
         elif unmasked == 0:
-            a = z = group.first
-        elif a < z:
-            alone, corner = Function(unmasked, functions.unmasked_frame), Corner(batch, h, row, a)
-            call_tile(alone, Rows(x, at + a, key_block), rows, z - a, corner, scale, unit)
-        for key, stop in ((group.first, a), (z, group.stop)):
+            full = full_stop = group.first
+        elif full < full_stop:
+            alone, corner = (
+                Function(unmasked, functions.unmasked_frame),
+                Corner(batch, h, row, full),
+            )
+            call_tile(
+                alone, Rows(x, at + full, key_block), rows, full_stop - full, corner, scale, unit
+            )
+        for key, stop in ((group.first, full), (full_stop, group.stop)):
             if key < stop:
                 corner = Corner(batch, h, row, key)
                 call_tile(
@@ -169,13 +174,13 @@ def make_group_weights(name: str, key_block: int):
     @inlined
     def group_weights(semantics, dense, tile, group, c, state):
         """Scores of a group to weights p, whose sums are added to l."""
-        most, least = 0, group.stop  # the keys that all rows of the group attend to
+        shared, shared_stop = 0, group.stop  # the keys that all rows of the group attend to
         for i in range(group.g, group.g + group.rows):
-            most, least = max(most, state.lo[i]), min(least, state.hi[i])
+            shared, shared_stop = max(shared, state.lo[i]), min(shared_stop, state.hi[i])
         factor = c
         if semantics.functions.masked != 0:
             factor = call_functions(semantics, tile, group, c, state.x)
-        partial = most > group.first or least < group.stop
+        partial = shared > group.first or shared_stop < group.stop
         changed = semantics.general or not factor > F(0)
         if changed or partial or (group.stop - group.first) % unit:
             edge_rows(semantics, dense, tile, group, factor, state)

@@ -54,33 +54,33 @@ def make_group_spans(name: str, key_block: int):
     @inlined
     def union(state, g, rows, s):
         """The keys that any of a group's rows attends to."""
-        left, right = s, 0
+        first, stop = s, 0
         for i in range(g, g + rows):
             if state.hi[i] > state.lo[i]:
-                left, right = min(left, state.lo[i]), max(right, state.hi[i])
-        return left, right
+                first, stop = min(first, state.lo[i]), max(stop, state.hi[i])
+        return first, stop
 
     @inlined
     def group_spans(semantics, dense, state, tile, block, s):
-        """The keys of a block that each group computes, into start, stop and skip of `state`.
+        """The keys of a block that each group computes, into first, stop and skip of `state`.
 
-        Register tiles multiply whole units of keys, so that `start` is rounded down. Of the keys
+        Register tiles multiply whole units of keys, so that `first` is rounded down. Of the keys
         before the first one that is seen, whole steps of the product with V are left out of that
         product: `skip`. A part of a step is in it, with weights of 0.
         """
         functions = semantics.functions
         for g in range(0, tile.real, mr):
             rows = min(mr, tile.real - g)
-            left, right = union(state, g, rows, s)
-            a, z = max(left // unit * unit, block), min(right, block + key_block)
-            if functions.states.size > 0 and a < z:
+            seen, seen_stop = union(state, g, rows, s)
+            first, stop = max(seen // unit * unit, block), min(seen_stop, block + key_block)
+            if functions.states.size > 0 and first < stop:
                 b, h, row, last = tile.b, tile.h, tile.row + g, tile.row + g + rows - 1
                 if has_holes(functions, b, h, row, last):
-                    a, z = trimmed(functions, b, h, row, last, a, z, unit)
+                    first, stop = trimmed(functions, b, h, row, last, first, stop, unit)
             if semantics.has_mask:
-                a, z = panels_seen(semantics, dense, tile, g, rows, a, z)
-            state.start[g // mr] = a
-            state.stop[g // mr] = z
-            state.skip[g // mr] = max(left - a, 0) // step * step
+                first, stop = panels_seen(semantics, dense, tile, g, rows, first, stop)
+            state.first[g // mr] = first
+            state.stop[g // mr] = stop
+            state.skip[g // mr] = max(seen - first, 0) // step * step
 
     return group_spans

@@ -341,12 +341,12 @@ def begin_rows(tile, place, operands, semantics, s, one):
     call_functions(semantics.functions, place, tile.x, 0, min(count, s))
     for i in range(place.rows):
         lo, hi = row_range(semantics, place.b, row + i, s)
-        a, z = min(lo, count), min(hi, count)
-        if a < z:
-            seen = tile.x[i, a:z]
+        first, stop = min(lo, count), min(hi, count)
+        if first < stop:
+            seen = tile.x[i, first:stop]
             if semantics.general:
-                transform_row(semantics, place.b, place.h, row + i, a, seen)
-            values = first_keys.values[n_kv, a:z]
+                transform_row(semantics, place.b, place.h, row + i, first, seen)
+            values = first_keys.values[n_kv, first:stop]
             tile.m[i], tile.l[i], bad = begin_row(seen, values, one, tile.o[i])
             if bad:
                 tile.spoiled[i] = 1
@@ -394,19 +394,19 @@ def make_attend(pv: str):
         """The softmax of a block: its scores become weights, and its sums go into the state."""
         for i in range(place.rows):
             lo, hi = row_range(semantics, place.b, place.row + i, s)
-            a, z = max(lo - c, first_count - c, 0), min(hi - c, KEY_BLOCK)
+            first, stop = max(lo - c, first_count - c, 0), min(hi - c, KEY_BLOCK)
             octave, top, x16, p = I(UNSEEN), I(0), tile.x16[i], tile.p[i]
-            if a < z:
-                seen = tile.x[i, a:z]
+            if first < stop:
+                seen = tile.x[i, first:stop]
                 if semantics.general:
-                    transform_row(semantics, place.b, place.h, place.row + i, c + a, seen)
-                octave, top, bad = narrow_row(seen, x16[a:z])
+                    transform_row(semantics, place.b, place.h, place.row + i, c + first, seen)
+                octave, top, bad = narrow_row(seen, x16[first:stop])
                 if bad:
                     tile.spoiled[i] = 1
             if octave == UNSEEN:
                 p[:], tile.total[i] = zero, I(0)
             else:
-                x16[:a], x16[z:] = HIDDEN, HIDDEN
+                x16[:first], x16[stop:] = HIDDEN, HIDDEN
                 top = (top + I(step - 1)) & I(-step)
                 tile.total[i] = softmax(x16, top, p)
             total = F(F(tile.total[i]) * unit)
