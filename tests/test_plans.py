@@ -187,8 +187,10 @@ def test_sequences_cut_alike(precision, monkeypatch):
     options = {"is_causal": True, "alignment": "lower_right", "enable_gqa": True}
     options |= {"return_lse": True, "precision": precision}
     kept = []
-    keep = plan_store.Store.keep
-    monkeypatch.setattr(plan_store.Store, "keep", lambda *args: kept.append(args[1]) or keep(*args))
+    keep = plan_store.PlanCache.keep
+    monkeypatch.setattr(
+        plan_store.PlanCache, "keep", lambda *args: kept.append(args[1]) or keep(*args)
+    )
     cu_q, cu_k = np.array([0, 9, 9, 18, 74]), np.array([0, 30, 31, 61, 106])
     for _ in range(2):
         plan_store._plans.plans.clear()
@@ -310,7 +312,7 @@ def test_memory_that_no_address_reaches():
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr("numflash.tiling.store.MOST", 3)
+    monkeypatch.setattr("numflash.tiling.plan_cache.MOST", 3)
     plan_store._plans.plans.clear()
     for n in range(1, 8):
         numflash.attention(Q[:, :, :n], K, V, enable_gqa=True)

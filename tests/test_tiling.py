@@ -8,7 +8,7 @@ from numflash import tiling
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.jit import system, target
 from numflash.tiling import CACHES, TILINGS, Caches, tuned
-from numflash.tiling.store import _stores, forget_plans
+from numflash.tiling.plan_cache import _caches, forget_plans
 
 
 def test_working_sets_of_the_a64fx_notes():
@@ -318,9 +318,9 @@ def test_a_saved_tiling_is_that_of_the_next_equal_call(tmp_path, monkeypatch):
     x = np.random.default_rng(3).standard_normal((1, 1, 40, 48)).astype(np.float32)
     try:
         numflash.attention(x, x, x, precision="int8")
-        assert any(store.plans for store in _stores)
+        assert any(cache.plans for cache in _caches)
         tuned.save(dataclasses.replace(TILINGS[f"{isa}-int8"], block_q=96))
-        assert not any(store.plans for store in _stores) and tiling.in_use(isa).block_q == 96
+        assert not any(cache.plans for cache in _caches) and tiling.in_use(isa).block_q == 96
     finally:
         monkeypatch.delenv("NUMFLASH_TILINGS")
         tuned.saved.cache_clear()

@@ -16,7 +16,7 @@ from ..interop.arguments import factor
 from ..numerics import fixedpoint as fx
 from .arguments import integer
 from .exact import LOG2E
-from .protocols import Backend, Layout, Plan
+from .protocols import Backend, DecodePlan, Layout
 from .settings import INTEGERS, Settings
 
 F = np.float32
@@ -47,8 +47,8 @@ class Prepared(NamedTuple):
     """
 
     c: np.float32
-    free: list[Plan]
-    make: Callable[[], Plan]
+    free: list[DecodePlan]
+    make: Callable[[], DecodePlan]
 
 
 class LastCall(NamedTuple):
@@ -82,11 +82,11 @@ class Calls:
     def __init__(self, backend: Backend, layout: Layout, settings: Settings, batch: int) -> None:
         self.backend, self.layout, self.settings, self.batch = backend, layout, settings, batch
         self.shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}
-        self.steps: dict[tuple[Plan, float], Any] = {}
+        self.steps: dict[tuple[DecodePlan, float], Any] = {}
         self.equal: dict[tuple[Any, ...], EqualSteps] = {}
         self.results: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.last = LastCall()
-        self._plans: dict[tuple[Any, ...], tuple[list[Plan], Callable[[], Plan]]] = {}
+        self._plans: dict[tuple[Any, ...], tuple[list[DecodePlan], Callable[[], DecodePlan]]] = {}
         self._calls: dict[tuple[Any, ...], Prepared] = {}
 
     def take(
@@ -96,7 +96,7 @@ class Calls:
         splits: Any,
         longest: int,
         changed: bool = False,
-    ) -> tuple[Plan, np.float32, list[Plan]]:
+    ) -> tuple[DecodePlan, np.float32, list[DecodePlan]]:
         """The prepared call for a query of this shape, the factor of its scores, and where the caller
         gives the plan back after it has read its results.
 
@@ -172,7 +172,7 @@ class Calls:
         plans = self._plans.get((shape, splits, workers, changed))
         if plans is None:
             sizes = self.batch, group, shape[2], splits, workers
-            make = functools.partial(self.backend.Plan, self.layout, *sizes, changed)
+            make = functools.partial(self.backend.DecodePlan, self.layout, *sizes, changed)
             plans = self._plans[shape, splits, workers, changed] = [], make
         c = F(c * LOG2E * (fx.ONE_Q8 if self.settings.dtype in INTEGERS else 1))
         return Prepared(c, *plans)

@@ -136,7 +136,7 @@ class Asked(NamedTuple):
 
 
 def slopes_of(x: Any, heads: int) -> np.ndarray:
-    """ALiBi's slopes, (H,) float32: the same array for the same numbers, which `Plan.change` then
+    """ALiBi's slopes, (H,) float32: the same array for the same numbers, which `DecodePlan.change` then
     knows. A model passes them with every token.
     """
     if type(x) is np.ndarray and x.dtype == F and x.shape == (heads,):

@@ -13,7 +13,7 @@ from .contents import read
 from .decode_options import Changes
 from .exact import attend, natural_lse, positions
 from .memory import Memory
-from .protocols import Plan
+from .protocols import DecodePlan
 from .settings import INTEGERS
 
 F = np.float32
@@ -21,7 +21,7 @@ F = np.float32
 
 def redo(
     memory: Memory,
-    plan: Plan,
+    plan: DecodePlan,
     query: np.ndarray,
     scale: Any,
     out: np.ndarray,
@@ -71,7 +71,7 @@ def redo(
 
 
 def lse_of(
-    memory: Memory, plan: Plan, query: np.ndarray, scale: Any, changes: Changes
+    memory: Memory, plan: DecodePlan, query: np.ndarray, scale: Any, changes: Changes
 ) -> np.ndarray:
     """lse (B, H, L) float32, natural log, of the plan's last call."""
     # with a cap or a function the kernel itself has added the offset to the scores

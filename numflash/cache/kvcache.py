@@ -29,7 +29,7 @@ from .calls import EqualSteps, LastCall
 from .decode_options import NO_SOFTCAP, NOTHING, Asked, Changes, of_heads
 from .decoding import cap_shift, lse_of, redo
 from .memory import Memory, allocate
-from .protocols import Backend, Plan
+from .protocols import Backend, DecodePlan
 from .settings import DEVICES, Settings, check_settings
 
 F = np.float32
@@ -288,7 +288,7 @@ class KVCache(Appending):
     def _attend(
         self,
         memory: Memory,
-        plan: Plan,
+        plan: DecodePlan,
         c: np.float32,
         query: np.ndarray,
         scale: Any,
@@ -445,7 +445,7 @@ class KVCache(Appending):
     @staticmethod
     def _captured_step(
         memory: Memory,
-        plan: Plan,
+        plan: DecodePlan,
         c: np.float32,
         tokens: tuple[np.ndarray, np.ndarray],
         query: np.ndarray,

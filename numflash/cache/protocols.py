@@ -142,7 +142,7 @@ class Layout(Protocol):
         ...
 
 
-class Plan(Protocol):
+class DecodePlan(Protocol):
     """A prepared decode call. `m` and `l` (B, Hkv, rows) hold the softmax state of the last one."""
 
     m: np.ndarray
@@ -197,4 +197,4 @@ class Backend(Protocol):
     MAX_BATCH: int
     make_layout: Callable[..., Any]
     Append: Callable[..., Any]
-    Plan: Callable[..., Any]
+    DecodePlan: Callable[..., Any]

@@ -19,6 +19,7 @@ from ..jit.memory import LINE
 from ..jit.threads import count, one_at_a_time, refuse_after_fork
 from ..numerics import code_pairs
 from ..tiling import KEY_BLOCK, split_count
+from ..validation import NO_LIMIT
 from .decode.task_data import SHARED_ROWS, Store
 from .decode.tiles import ROWS, Tile, tile
 from .decode.unpack import make_unpack
@@ -34,7 +35,6 @@ MIN_PAGE = KEY_BLOCK
 PARALLEL_CHANNELS = 1 << 19
 # cached bytes, each code of INT4 counted as one, below which starting threads costs more than it saves
 SERIAL_BYTES = 512 << 10
-UNLIMITED = 1 << 40
 MATRIX_ROWS = 3  # query rows from which AMX is faster than vectors
 AMX_BFLOAT16 = "amx_bf16", target.BFLOAT16_ISAS
 MATRIX_CHANNELS = 64  # of K in a matrix tile
@@ -75,9 +75,9 @@ class Layout:
     head_dim: int
     value_dim: int
     page_size: int
-    window: int = UNLIMITED
+    window: int = NO_LIMIT
     sinks: int = 0
-    ring: int = UNLIMITED
+    ring: int = NO_LIMIT
     matrix: bool = False
 
     def takes_matrix(self, rows: int) -> bool:

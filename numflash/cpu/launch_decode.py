@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..flex.fused import InCache
     from ..flex.machine import Tile
 
-__all__ = ["MAX_BATCH", "MIN_PAGE", "Append", "Layout", "Plan", "Store", "make_layout"]
+__all__ = ["MAX_BATCH", "MIN_PAGE", "Append", "DecodePlan", "Layout", "Store", "make_layout"]
 
 MAX_BATCH = 1 << 20
 NOTHING_TO_REDO = np.zeros((0, 3), np.intp)
@@ -96,7 +96,7 @@ class MadeOptions(NamedTuple):
     numbers: tuple[int, ...]
 
 
-class Plan:
+class DecodePlan:
     """One decode call prepared: its kernel, sizes and buffers.
 
     Called with the query (B, Hkv, rows, D).

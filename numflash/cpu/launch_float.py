@@ -24,7 +24,7 @@ from .floats.flash_rows import LOWEST, Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS, on_lines
 from .isa.isas import padded
-from .plan import Plan
+from .plan import KernelPlan
 from .problem_arrays import at_address, heads, seen_keys, semantics
 from .semantics import OPTION_NUMBERS, Semantics, option_numbers
 
@@ -69,7 +69,7 @@ def parts_of(problem: Problem, isa: str) -> int:
     return few_parts(length, nb * nkv, s)
 
 
-class FloatPlan(Plan):
+class FloatPlan(KernelPlan):
     """Instruction set, tasks, places in scratch memory, options as numbers.
 
     Parameters

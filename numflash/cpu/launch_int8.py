@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..interop.arrays import Memory
+from ..interop.arrays import ArrayInterface
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, placed, scratch
 from ..jit.threads import restoring_threads
@@ -29,7 +29,7 @@ from .int8.quantize_rows import LANES
 from .int8.quantize_values import value_type
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
 from .launch_float import Results
-from .plan import Plan
+from .plan import KernelPlan
 from .problem_arrays import at_address, seen_keys
 from .semantics import OPTION_NUMBERS, option_numbers
 
@@ -38,7 +38,7 @@ WORKERS = Numbers._fields.index("workers")
 NO_STRIDES = dict.fromkeys(Numbers._fields[STRIDES], 0)
 
 
-class Int8Plan(Plan):
+class Int8Plan(KernelPlan):
     """Instruction set, places in scratch memory, options as numbers.
 
     Parameters
@@ -219,7 +219,7 @@ class Int8Plan(Plan):
             steps = numbers[STRIDES].reshape(3, 3).tolist()
             kind = self.operand
             ready = (
-                np.asarray(Memory(at, shape, (*step, kind.itemsize), kind.str))
+                np.asarray(ArrayInterface(at, shape, (*step, kind.itemsize), kind.str))
                 for at, shape, step in zip(operands, self.shapes(), steps, strict=True)
             )
         query, key, value = ready

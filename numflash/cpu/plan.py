@@ -9,10 +9,10 @@ import numpy as np
 from ..jit.scratch import Layout
 from ..validation import Problem
 
-Own = TypeVar("Own", bound="Plan")
+Own = TypeVar("Own", bound="KernelPlan")
 
 
-class Plan:
+class KernelPlan:
     """What equal calls have in common, decided once.
 
     Equal are calls of the same shapes, precision and options; the numbers in masks, lengths and

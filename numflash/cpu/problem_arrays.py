@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..interop.arrays import Memory
+from ..interop.arrays import ArrayInterface
 from ..numerics.fixedpoint import LOG2E
 from ..validation import Problem
 from .semantics import NO_TILES, ScoreTiles, Semantics
 
 F = np.float32
 Array = np.ndarray
-NO_LIMIT = 1 << 40  # of a window's side: no sequence has so many tokens
 NONE_OF: dict[type, Array] = {dtype: np.zeros((0, 0, 0, 0), dtype) for dtype in (np.uint8, F)}
 NO_SHIFT, NO_SLOPES = np.zeros((0, 0, 0), F), np.zeros((0, 0), F)
 
@@ -27,6 +26,18 @@ def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
     return np.ascontiguousarray(once).view(dtype)
 
 
+def edges(problem: Problem) -> tuple[int, int, Array, Array]:
+    """Which keys a row attends to: left, right, diagonal and key_lengths."""
+    diagonal, key_lengths = problem.diagonal, problem.key_lengths
+    return *problem.reach, np.asarray(diagonal, np.int64), np.asarray(key_lengths, np.int64)
+
+
+def slopes_of(problem: Problem) -> Array:
+    """ALiBi's slopes in units of log2, empty for none."""
+    slopes = problem.alibi_slopes
+    return NO_SLOPES if slopes is None else np.ascontiguousarray(slopes * LOG2E, F)
+
+
 def edges_and_masks(
     problem: Problem, changed: bool = False
 ) -> tuple[int, int, Array, Array, bool, Array, Array, bool, bool]:
@@ -38,10 +49,7 @@ def edges_and_masks(
     has_bias = problem.bias is not None
     sloped = problem.alibi_slopes is not None
     return (
-        NO_LIMIT if problem.left is None else problem.left,
-        NO_LIMIT if problem.right is None else problem.right,
-        np.asarray(problem.diagonal, np.int64),
-        np.asarray(problem.key_lengths, np.int64),
+        *edges(problem),
         changed or has_mask or has_bias or bool(problem.softcap) or sloped,
         compact(problem.mask, np.uint8),
         compact(problem.bias, F),
@@ -55,12 +63,11 @@ def semantics(problem: Problem, double: bool = False) -> Semantics:
 
     double : score functions are those of float64
     """
-    slopes = problem.alibi_slopes
     return Semantics(
         *edges_and_masks(problem),
         F(problem.softcap * LOG2E),
         NO_SHIFT,
-        NO_SLOPES if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
+        slopes_of(problem),
         functions=functions_of(problem, double),
     )
 
@@ -98,4 +105,4 @@ def heads(x: np.ndarray) -> np.ndarray:
 
 def at_address(address: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
     """The array at an address."""
-    return np.asarray(Memory(address, shape, None, typestr))
+    return np.asarray(ArrayInterface(address, shape, None, typestr))

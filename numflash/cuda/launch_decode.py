@@ -35,7 +35,16 @@ from .kernels.decode_rotate import decode_rotate
 if TYPE_CHECKING:
     from ..cache.decode_options import Changes
 
-__all__ = ["MAX_BATCH", "MIN_PAGE", "Append", "Layout", "Plan", "Step", "Store", "make_layout"]
+__all__ = [
+    "MAX_BATCH",
+    "MIN_PAGE",
+    "Append",
+    "DecodePlan",
+    "Layout",
+    "Step",
+    "Store",
+    "make_layout",
+]
 
 LONGEST = (1 << 31) - 1  # tokens of a sequence
 NO_ROWS = np.zeros((0, 3), np.intp)
@@ -158,7 +167,7 @@ class Prepared(NamedTuple):
     launches: Sequence[Callable[[], None]] = ()
 
 
-class Plan:
+class DecodePlan:
     """One decode call prepared: its kernels, sizes and buffers.
 
     Called with the query (B, Hkv, rows, D).
@@ -398,7 +407,7 @@ class Step:
     serves every length that has the plan's splits.
     """
 
-    def __init__(self, append: Append, plan: Plan, c: np.float32, store: Store) -> None:
+    def __init__(self, append: Append, plan: DecodePlan, c: np.float32, store: Store) -> None:
         layout = plan.layout
         card = plan.layout.card
         self.append, self.plan, self.store, self.c = append, plan, store, c

@@ -9,15 +9,15 @@ import numpy as np
 
 from ..interop.arrays import Imported
 from ..jit import guard
-from ..tiling import Store
+from ..tiling import PlanCache
 from ..validation import Problem
 from ..validation.options import Options
 from .call_keys import Key
-from .plans import PackedPlan, Plan, QuantizedPlan
+from .plans import ArrayPlan, PackedPlan, QuantizedPlan
 
 F = np.float32
 NO_ARRAYS = {"mask": None, "bias": None, "alibi_slopes": None, "sinks": None}
-_plans: Store[Any] = Store()
+_plans: PlanCache[Any] = PlanCache()
 
 
 def find(key: Key) -> Any:
@@ -54,7 +54,7 @@ def keep(
     runner = runner_of(problem, impl)
     if runner is not None:
         native = all(dtype == F for dtype in key[1:4])
-        _plans.keep(key, Plan(problem, given, options, runner, native))
+        _plans.keep(key, ArrayPlan(problem, given, options, runner, native))
 
 
 def keep_made(key: Key, call: Any) -> None:
@@ -88,8 +88,8 @@ def keep_quantized(
 
 # of calls on tensors, by a key of their own: what computes them; of gradients the problem, without its
 # operands
-runners: Store[Any] = Store()
-problems: Store[Problem] = Store()
+runners: PlanCache[Any] = PlanCache()
+problems: PlanCache[Problem] = PlanCache()
 
 
 def keep_problem(key: Any, problem: Problem) -> None:

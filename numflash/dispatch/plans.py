@@ -78,7 +78,7 @@ class OneProblem:
         return out, lse if self.return_lse else None
 
 
-class Plan(OneProblem):
+class ArrayPlan(OneProblem):
     """Equal calls of `attention` on arrays or tensors: the same shapes, dtypes and options.
 
     Parameters

@@ -92,7 +92,7 @@ def carray(x: np.ndarray) -> np.ndarray:
     return writable(np.require(np.ascontiguousarray(x), requirements="A"))
 
 
-class Memory:
+class ArrayInterface:
     """Carries an address, on the host or a card, into NumPy.
 
     `owner` is kept as long as the array.
@@ -124,7 +124,7 @@ def writable(x: np.ndarray) -> np.ndarray:
     return (
         x
         if x.flags.writeable
-        else np.asarray(Memory(x.ctypes.data, x.shape, x.strides, x.dtype.str, x))
+        else np.asarray(ArrayInterface(x.ctypes.data, x.shape, x.strides, x.dtype.str, x))
     )
 
 

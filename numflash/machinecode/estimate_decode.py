@@ -10,8 +10,9 @@ from ..cpu.decode.flash_decode import make_decode
 from ..cpu.decode.matrix_tiles import SCRATCH_ROWS
 from ..cpu.decode.task_data import Scratch, Store, sums_rows
 from ..cpu.decode.tiles import tile
-from ..cpu.decode_layout import UNLIMITED, Layout
+from ..cpu.decode_layout import Layout
 from ..tiling import KEY_BLOCK
+from ..validation import NO_LIMIT
 from . import codegen, kernel_types
 from .emulator import Emulated
 from .model import Model, bits_of, isa_of
@@ -52,7 +53,7 @@ def _arguments(layout: Layout, blocks: int) -> tuple[Any, ...]:
         zeros(2, np.int64),
     )
     q = np.random.default_rng(1).standard_normal((1, 1, ROWS, d), F)
-    sizes = 1, 1, UNLIMITED, 0, UNLIMITED, layout.page_size, 1
+    sizes = 1, 1, NO_LIMIT, 0, NO_LIMIT, layout.page_size, 1
     state = zeros((1, 1, ROWS), F)
     scale = F(0.1)
     store = _store(layout, blocks)

@@ -23,13 +23,13 @@ from ..cpu.int8.packing import PackedKeys
 from ..cpu.isa import fexpa
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..cpu.isa.operands import Packed, Rows, Scales
-from ..cpu.problem_arrays import NO_LIMIT
 from ..cpu.semantics import Semantics, no_tiles
 from ..jit.memory import array_at
 from ..numerics import scores as score_rules
 from ..numerics.fixedpoint import FIRST_KEYS
 from ..numerics.quantization import quantize_problem
 from ..tiling import KEY_BLOCK
+from ..validation import NO_LIMIT
 from ..validation.options import Options
 
 F = np.float32

@@ -19,11 +19,12 @@ from ..cpu.decode.append import make_append_int8
 from ..cpu.decode.flash_decode import make_decode
 from ..cpu.decode.matrix_tiles import SCRATCH_ROWS
 from ..cpu.decode.task_data import Scratch, Store, sums_rows
-from ..cpu.decode_layout import UNLIMITED, Layout
+from ..cpu.decode_layout import Layout
 from ..jit.memory import array_at, uncleared, zeros
 from ..numerics.fixedpoint import LOG2E_Q8
 from ..numerics.quantization import quantize
 from ..tiling import KEY_BLOCK
+from ..validation import NO_LIMIT
 from .exported import Export, Parameter
 
 F = np.float32
@@ -85,7 +86,7 @@ def _decode(isa: str) -> Any:
             array_at(scale, (1,), np.float32)[0],
             Store(data, table, lengths),
             scratch,
-            (queries, 1, window if window > 0 else UNLIMITED, 0, UNLIMITED, capacity, 1),
+            (queries, 1, window if window > 0 else NO_LIMIT, 0, NO_LIMIT, capacity, 1),
             array_at(out, (1, kv_heads, rows, value_dim), np.float32),
             array_at(m, (1, kv_heads, rows), np.float32),
             array_at(l, (1, kv_heads, rows), np.float32),
@@ -107,7 +108,7 @@ def _append(isa: str) -> Any:
         table, lengths, counts = np.zeros((1, 1), np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64)  # fmt: skip
         lengths[0], counts[0] = keys, tokens
         sizes = np.zeros(6, np.int64)
-        sizes[0], sizes[1], sizes[2] = 0, UNLIMITED, capacity
+        sizes[0], sizes[1], sizes[2] = 0, NO_LIMIT, capacity
         sizes[3], sizes[4], sizes[5] = columns, channels, value_dim
         kernel(
             array_at(key, (1, kv_heads, tokens, head_dim), np.float32),

@@ -16,7 +16,7 @@ from ..interop.arrays import convert, deliver, import_array, restore, to_float32
 from ..numerics.merge import apply_sinks, join, weights
 from ..numerics.quantization import quantize_heads
 from .agreement import agree, communicator
-from .plan import Plan, make_plan
+from .plan import RankPlan, make_plan
 from .ring import Report, Route, allocate, rotate
 from .shards import Agreed, Format, Shard, Statistics, decode, encode, operands, quantise_shard
 from .splits import Split
@@ -33,7 +33,7 @@ class Job:
     error : the first that this rank met while others already relied on it
     """
 
-    plan: Plan
+    plan: RankPlan
     form: Format
     query: Any
     own: Shard
@@ -87,7 +87,9 @@ class Job:
         return self.out, self.lse
 
 
-def prepare(comm: Any, plan: Plan, impl: str, make_room: Callable[[Plan, Format], Any]) -> Job:
+def prepare(
+    comm: Any, plan: RankPlan, impl: str, make_room: Callable[[RankPlan, Format], Any]
+) -> Job:
     """Quantise where that is asked for, and allocate, while an error is still raised on all ranks.
 
     Queries and keys once, by their owner, with the offset and scales of all ranks.
@@ -127,7 +129,7 @@ def run(
     query: Any,
     key: Any,
     value: Any,
-    make_room: Callable[[Plan, Format], Any],
+    make_room: Callable[[RankPlan, Format], Any],
     work: Callable[[Any, Job, Report], None],
     report: Report | None,
     options: dict[str, Any],
@@ -251,7 +253,7 @@ def ring_attention(
     return run(comm, query, key, value, ring_room, ring_work, report, options)
 
 
-def ring_room(plan: Plan, form: Format) -> Route:
+def ring_room(plan: RankPlan, form: Format) -> Route:
     """The way of the keys round the ring."""
     return Route.of(form, plan.itinerary(), plan.rank, plan.keys.ranks)
 
@@ -295,7 +297,7 @@ def all_gather_attention(
     return run(comm, query, key, value, gather_room, gather_work, report, {**DEFAULTS, **options})
 
 
-def gather_room(plan: Plan, form: Format) -> tuple[np.ndarray, np.ndarray]:
+def gather_room(plan: RankPlan, form: Format) -> tuple[np.ndarray, np.ndarray]:
     """Memory for this rank's keys and values, and for everybody's."""
     sizes = [form.nbytes(c) for c in plan.keys.chunks]
     return allocate(sizes[plan.rank]), allocate(sum(sizes))

@@ -17,17 +17,16 @@ from ..interop.arguments import choice
 from ..numerics.fixedpoint import FIRST_KEYS
 from ..numerics.quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
-from ..validation import Problem
+from ..validation import NO_LIMIT, Problem
 from ..validation.options import IMPLS, Options
 from .agreement import agree, require_same
 from .splits import Range, Split, named_split
 
 SPLITS = ("plain", "zigzag")
-FAR = 1 << 40  # no limit on a side of the window
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """What each rank can compute before the first message.
 
     Attributes
@@ -56,13 +55,14 @@ class Plan:
         k = edges(self.keys)
         nothing = not len(p.diagonal)
         low, high = (0, 0) if nothing else (int(p.diagonal.min()), int(p.diagonal.max()))
-        first = q[..., 0] + low - (FAR if p.left is None else p.left)
+        left, right = p.reach
+        first = q[..., 0] + low - left
         stop = np.minimum(
-            q[..., 1] + high + (FAR if p.right is None else p.right),
+            q[..., 1] + high + right,
             0 if nothing else int(p.key_lengths.max()),
         )
         # a rank without queries attends to no key
-        stop = np.where(q[..., 1] > q[..., 0], stop, -FAR)
+        stop = np.where(q[..., 1] > q[..., 0], stop, -NO_LIMIT)
         ring = (np.arange(n)[:, None] + np.arange(n)) % n  # (owner, step): the rank at that step
         # (owner, 1, 1, chunk)
         a = k[:, None, None, :, 0]
@@ -70,7 +70,7 @@ class Plan:
         # (owner, step, query chunk, chunk)
         lo = np.maximum(first[ring][..., None], a)
         hi = np.minimum(stop[ring][..., None], b)
-        lo, hi = np.where(lo < hi, lo, FAR).min(2), np.where(lo < hi, hi, -FAR).max(2)
+        lo, hi = np.where(lo < hi, lo, NO_LIMIT).min(2), np.where(lo < hi, hi, -NO_LIMIT).max(2)
         lo = np.minimum.accumulate(lo[:, ::-1], 1)[:, ::-1]
         hi = np.maximum.accumulate(hi[:, ::-1], 1)[:, ::-1]
         start = np.broadcast_to(k[:, None, :, 0], lo.shape)
@@ -109,11 +109,9 @@ class Plan:
         n = rows.stop - rows.start
         if not len(p.diagonal):
             return False
-        first = start + int(p.diagonal.min()) - (FAR if p.left is None else p.left)
-        stop = min(
-            start + n + int(p.diagonal.max()) + (FAR if p.right is None else p.right),
-            int(p.key_lengths.max()),
-        )
+        left, right = p.reach
+        first = start + int(p.diagonal.min()) - left
+        stop = min(start + n + int(p.diagonal.max()) + right, int(p.key_lengths.max()))
         return max(first, keys[0]) < min(stop, keys[1])
 
     def part(
@@ -158,7 +156,7 @@ def make_plan(
     value: Any,
     asked: dict[str, Any],
     check: Callable[[], None] = lambda: None,
-) -> Plan:
+) -> RankPlan:
     """Check every rank's arguments, and that they fit together, before anything is exchanged but
     these descriptions.
 
@@ -181,7 +179,7 @@ def make_plan(
         b, h, hkv, l, s, d, dv = p.shape
         counts = options.key_lengths
         if counts is not None:
-            counts = validation.lengths("key_lengths", counts, b, FAR).tolist()
+            counts = validation.lengths("key_lengths", counts, b, NO_LIMIT).tolist()
         local.append((p, options))
         slopes, sinks = (None if x is None else x.tolist() for x in (p.alibi_slopes, p.sinks))
         return (
@@ -223,7 +221,7 @@ def make_plan(
     diagonal = np.zeros(b, np.int64)
     if options.alignment == "lower_right":
         diagonal = counts - queries.length
-    return Plan(
+    return RankPlan(
         p.changed(left=left, right=right, diagonal=diagonal, key_lengths=counts),
         queries,
         keys,

@@ -56,7 +56,7 @@ class Route:
     """What each step of the ring sends, and the memory for it.
 
     ranges : (owner, step) -> ranges
-        What is sent, see `Plan.itinerary`.
+        What is sent, see `RankPlan.itinerary`.
     inbox : for what arrives, in turns;  outbox : for what is not sent on as it came
     """
 

@@ -29,6 +29,7 @@ from .cards import (
 from .choice import chosen, chosen_float, in_use, using
 from .named import TILINGS, tiling
 from .override import CHOSEN
+from .plan_cache import PlanCache
 from .sizes import (
     CUDA_HEAD_DIMS,
     KEY_BLOCK,
@@ -38,7 +39,6 @@ from .sizes import (
     Tiling,
     padded,
 )
-from .store import Store
 from .threads import few_parts, split_count, workers
 
 __all__ = [
@@ -59,7 +59,7 @@ __all__ = [
     "TILINGS",
     "Buffer",
     "Caches",
-    "Store",
+    "PlanCache",
     "Tiling",
     "chosen",
     "chosen_float",

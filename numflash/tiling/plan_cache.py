@@ -10,16 +10,16 @@ from .override import CHOSEN
 
 MOST = 256  # plans kept; the oldest goes first
 T = TypeVar("T")
-_stores: WeakSet[Store[Any]] = WeakSet()
+_caches: WeakSet[PlanCache[Any]] = WeakSet()
 
 
 def forget_plans() -> None:
     """Drop all plans: they hold the kernels of tilings that are no longer in use."""
-    for store in list(_stores):
-        store.plans.clear()
+    for cache in list(_caches):
+        cache.plans.clear()
 
 
-class Store(Generic[T]):
+class PlanCache(Generic[T]):
     """At most `MOST` plans by key.
 
     Under `tiling.using` nothing is found and nothing kept: a plan holds the kernel of one tiling.
@@ -28,7 +28,7 @@ class Store(Generic[T]):
     def __init__(self) -> None:
         self.plans: dict[Any, T] = {}
         self._lock = threading.RLock()  # a signal handler may call as well
-        _stores.add(self)
+        _caches.add(self)
 
     def get(self, key: Any) -> T | None:
         """The plan of a key."""

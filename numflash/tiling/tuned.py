@@ -12,9 +12,9 @@ from ..errors import ArgumentError
 from ..jit.system import user_cache
 from ..jit.whole import write_whole
 from .named import TILINGS
+from .plan_cache import forget_plans
 from .rules import CHANGEABLE, changeable, changed
 from .sizes import Tiling
-from .store import forget_plans
 
 
 def file_of_choices() -> Path:

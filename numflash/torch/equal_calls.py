@@ -12,7 +12,7 @@ from ..dispatch import plan_store
 from ..interop import device_tensors
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
-from ..tiling import Store
+from ..tiling import PlanCache
 from .options import MASK, TENSORS, fields, hold_tensors
 from .tensors import READ, array, plain
 from .threads import pytorch_threads
@@ -33,7 +33,7 @@ def runner_of(
 
 
 def known_call(
-    store: Store[Any], query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+    store: PlanCache[Any], query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
 ) -> tuple[Any, Any | None]:
     """The key of equal calls on the CPU, and what they have in `store`."""
     dtype = query.dtype if type(query) is Tensor else None

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interop.arrays import Memory
+from ..interop.arrays import ArrayInterface
 
 # dtypes that kernels read in place, as `plan_store.keep_runner` names them
 READ = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -31,4 +31,4 @@ def array(x: Tensor) -> np.ndarray:
 
     After `x.numpy()` PyTorch would refuse to resize the tensor.
     """
-    return np.asarray(Memory(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))
+    return np.asarray(ArrayInterface(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))

@@ -4,7 +4,7 @@
 `tiling`, `errors`; computes nothing.
 """
 
-from .description import Problem
+from .description import NO_LIMIT, Problem
 from .int8 import quantized, quantized_problem
 from .operands import (
     LARGEST_LSE,
@@ -20,6 +20,7 @@ from .packed import cuts_of, gathered, scattered, sequences
 
 __all__ = [
     "LARGEST_LSE",
+    "NO_LIMIT",
     "Problem",
     "cuts_of",
     "describe",

@@ -10,6 +10,7 @@ import numpy as np
 from ..numerics.fixedpoint import FIRST_KEYS
 
 F = np.float32
+NO_LIMIT = 1 << 40  # of keys on a side of a row: no sequence has so many tokens
 ZERO = np.zeros(1, F)
 ZERO.flags.writeable = False
 
@@ -79,6 +80,12 @@ class Problem:
     def smooths(self) -> bool:
         """Whether INT8 may take the mean off K: nothing but the softmax uses the scores."""
         return not self.softcap and (self.functions is None or not self.functions.changes_scores)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """`left` and `right` as numbers, `NO_LIMIT` where there is none."""
+        left, right = (NO_LIMIT if side is None else side for side in (self.left, self.right))
+        return left, right
 
     def changed(self, **fields: Any) -> Problem:
         """A copy with other fields, in a third of the time of `dataclasses.replace`."""

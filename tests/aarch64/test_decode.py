@@ -126,7 +126,7 @@ def test_bits_of_the_integer_model(isa, cpu, dtype, rotate, monkeypatch):
 
     monkeypatch.setattr(decode_layout, "tile", lambda *_: tile(isa, dtype))
     monkeypatch.setattr(launch_decode, "make_call", lambda *_: None)
-    monkeypatch.setattr(launch_decode.Plan, "__call__", decode)
+    monkeypatch.setattr(launch_decode.DecodePlan, "__call__", decode)
     monkeypatch.setattr(launch_decode, "make_append_int8", emulated(append.make_append_int8))
     make_append_int4 = emulated(append_int4.make_append_int4)
     monkeypatch.setattr(launch_decode, "make_append_int4", make_append_int4)

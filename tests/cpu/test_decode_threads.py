@@ -59,7 +59,7 @@ def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
     """Two calls at once would end the process; observed from inside the call."""
     inside = [0]
     worst = [0]
-    real = launch_decode.Plan.__init__
+    real = launch_decode.DecodePlan.__init__
 
     class Slow:
         def __init__(self, kernel):
@@ -77,7 +77,7 @@ def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
         real(plan, *arguments)
         plan.call = Slow(plan.call)
 
-    monkeypatch.setattr(launch_decode.Plan, "__init__", init)
+    monkeypatch.setattr(launch_decode.DecodePlan, "__init__", init)
     monkeypatch.setattr(jit_threads, "_concurrent", False)
     monkeypatch.setattr(numba, "threading_layer", lambda: "workqueue")
     threads = [threading.Thread(target=generate, args=({}, seed)) for seed in (1, 2)]
@@ -97,7 +97,7 @@ def test_one_cache_decoded_in_two_threads(dtype, length, monkeypatch):
     queries = [draw((B, H, 1, 64), seed) for seed in (2, 3)]
     alone = [cache.decode(q, return_lse=True) for q in queries]
     made, both, found = [], threading.Barrier(2, timeout=60), {}
-    real = launch_decode.Plan.__call__
+    real = launch_decode.DecodePlan.__call__
 
     def meet(plan, *arguments):
         real(plan, *arguments)
@@ -107,9 +107,9 @@ def test_one_cache_decoded_in_two_threads(dtype, length, monkeypatch):
         made.append(plan)
         init(plan, *arguments)
 
-    init = launch_decode.Plan.__init__
-    monkeypatch.setattr(launch_decode.Plan, "__call__", meet)
-    monkeypatch.setattr(launch_decode.Plan, "__init__", count)
+    init = launch_decode.DecodePlan.__init__
+    monkeypatch.setattr(launch_decode.DecodePlan, "__call__", meet)
+    monkeypatch.setattr(launch_decode.DecodePlan, "__init__", count)
 
     def decode(i):
         for _ in range(3):
@@ -128,9 +128,11 @@ def test_one_cache_decoded_in_two_threads(dtype, length, monkeypatch):
 
 def test_calls_that_raise_give_their_plan_back(monkeypatch):
     made = []
-    init = launch_decode.Plan.__init__
+    init = launch_decode.DecodePlan.__init__
     monkeypatch.setattr(
-        launch_decode.Plan, "__init__", lambda plan, *x: (made.append(plan), init(plan, *x))[1]
+        launch_decode.DecodePlan,
+        "__init__",
+        lambda plan, *x: (made.append(plan), init(plan, *x))[1],
     )
     cache, query = KVCache(B, G, 64, 40), draw((B, H, 1, 64), 2)
     cache.append(*tokens(40, 1, d=64))

@@ -210,8 +210,10 @@ def test_options_that_are_equal_but_not_allowed():
 def test_the_function_for_arrays_keeps_plans_for_tensors(dtype, monkeypatch):
     """`numflash.attention` on tensors: equal bits and kind, and the errors of the first call."""
     kept = []
-    keep = plan_store.Store.keep
-    monkeypatch.setattr(plan_store.Store, "keep", lambda *args: kept.append(args[1]) or keep(*args))
+    keep = plan_store.PlanCache.keep
+    monkeypatch.setattr(
+        plan_store.PlanCache, "keep", lambda *args: kept.append(args[1]) or keep(*args)
+    )
     plan_store._plans.plans.clear()
     tensors = [x.to(dtype) for x in (Q, K, V)]
     first, again = (numflash.attention(*tensors) for _ in range(2))

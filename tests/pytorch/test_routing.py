@@ -189,9 +189,9 @@ def test_a_block_that_ctrl_c_ended_before_it_began_changes_nothing(monkeypatch):
 
 def test_a_signal_handler_may_call_while_a_lock_is_held():
     from numflash.flex import prepared
-    from numflash.tiling.store import Store
+    from numflash.tiling.plan_cache import PlanCache
 
-    for lock in (nt.routing._flex._lock, prepared._lock, Store()._lock):
+    for lock in (nt.routing._flex._lock, prepared._lock, PlanCache()._lock):
         with lock:
             assert lock.acquire(blocking=False)
             lock.release()

@@ -9,7 +9,7 @@ from torch_cases import KEEP, SDPA, K, Q, V, draw, gradients, qkv
 
 import numflash.torch as nt
 from numflash.errors import UnsupportedError
-from numflash.tiling.store import forget_plans
+from numflash.tiling.plan_cache import forget_plans
 
 
 def test_compile_in_one_graph():

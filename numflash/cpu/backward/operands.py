@@ -11,7 +11,7 @@ from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LOG2E
 from ...validation import Problem
-from ..problem_arrays import NO_LIMIT, slope_functions
+from ..problem_arrays import edges, slope_functions, slopes_of
 from ..semantics import ScoreTiles
 
 F = np.float32
@@ -213,16 +213,11 @@ def options_of(problem: Problem) -> Options:
     bias = transposed(problem.bias, F)
     mask = (bias != HIDDEN).view(np.uint8) if bias.size else transposed(problem.mask, np.uint8)
     return Options(
-        NO_LIMIT if problem.left is None else problem.left,
-        NO_LIMIT if problem.right is None else problem.right,
-        np.asarray(problem.diagonal, np.int64),
-        np.asarray(problem.key_lengths, np.int64),
+        *edges(problem),
         mask,
         bias,
         F(problem.softcap * LOG2E),
-        np.zeros((0, 0), F)
-        if problem.alibi_slopes is None
-        else np.ascontiguousarray(problem.alibi_slopes * LOG2E, F),
+        slopes_of(problem),
         slope_functions(problem),
         (problem.shape[3], problem.shape[4]),
     )

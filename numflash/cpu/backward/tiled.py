@@ -10,7 +10,7 @@ import numpy as np
 from ...jit.scratch import Layout, placed, scratch
 from ...jit.threads import restoring_threads
 from ...numerics.fixedpoint import LOG2E
-from ...tiling import Store
+from ...tiling import PlanCache
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import padded
@@ -97,7 +97,7 @@ class GradientPlan:
             return skip, delta
 
 
-_plans: Store[GradientPlan] = Store()
+_plans: PlanCache[GradientPlan] = PlanCache()
 
 
 def plan_of(problem: Problem, isa: str, workers: int) -> GradientPlan:

@@ -1,7 +1,7 @@
 """One call of the decode kernel with few arguments.
 
 A cache, its scratch memory and the state of its rows stay where they are from call to call. Their
-addresses and sizes come as one array of numbers, which `launch_decode.Plan` prepares once: unpacking
+addresses and sizes come as one array of numbers, which `launch_decode.DecodePlan` prepares once: unpacking
 seventeen arrays takes as long as attention over 300 tokens.
 """
 

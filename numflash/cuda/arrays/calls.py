@@ -16,7 +16,7 @@ from ...errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ...interop.arrays import import_array, on_device
 from ...validation.options import Options
 from .operands import Operands, Remote, representing
-from .plans import Made, Plan, run
+from .plans import LaunchPlan, Made, run
 from .tensors import Again
 
 Keep = Callable[[Callable[..., Any]], None]
@@ -49,7 +49,7 @@ def attention(
         there, sinks = sinks, None
     operands = Operands(FORWARD, (query, key, value, options.attn_mask, there))
 
-    def plan() -> Plan:
+    def plan() -> LaunchPlan:
         return _forward(operands, replace(options, sinks=sinks), with_functions)
 
     if with_functions is None:
@@ -63,8 +63,8 @@ def attention(
     return _delivered(out, lse, len(query.shape), options)
 
 
-def _again(plan: Plan, query: Any, options: Options) -> Callable[..., Any]:
-    """What computes a call on PyTorch's tensors that is equal to one before, as `dispatch.plans.Plan`
+def _again(plan: LaunchPlan, query: Any, options: Options) -> Callable[..., Any]:
+    """What computes a call on PyTorch's tensors that is equal to one before, as `dispatch.plans.ArrayPlan`
     does.
     """
     call, ndim = Again(plan, query, 2), len(query.shape)
@@ -95,7 +95,7 @@ def _forward(
     operands: Operands,
     options: Options,
     with_functions: Callable[[validation.Problem], validation.Problem] | None,
-) -> Plan:
+) -> LaunchPlan:
     """The launches of `attention`; what is made are out, lse and scratch memory."""
     from . import forward, quantized
 
@@ -124,9 +124,9 @@ def _forward(
     lse = empty((b, h, length), "float32")
     device = operands.device()
     if 0 in (b, length):
-        return Plan(device, [], made)
+        return LaunchPlan(device, [], made)
     results = out.swapaxes(1, 2) if turned else out, lse
-    return Plan(device, forward.launches(problem, own, device, results, empty), made)
+    return LaunchPlan(device, forward.launches(problem, own, device, results, empty), made)
 
 
 def _representing(made: list[Made], operands: int) -> list[np.ndarray]:
@@ -162,7 +162,7 @@ def attention_backward(
     return dq, dk, dv
 
 
-def _backward(operands: Operands, options: Options) -> Plan:
+def _backward(operands: Operands, options: Options) -> LaunchPlan:
     """The launches of `attention_backward`; what is made are dq, dk, dv and statistics."""
     from .. import launch_backward
 
@@ -197,7 +197,7 @@ def _backward(operands: Operands, options: Options) -> Plan:
         for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)
     ]
     work = launch_backward.plan(problem, grad, o, rows, device.arch, (*results, stats))
-    return Plan(device, work.launches, made)
+    return LaunchPlan(device, work.launches, made)
 
 
 def dense(x: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArgumentTypeError
-from ...interop.arrays import Memory
+from ...interop.arrays import ArrayInterface
 from ...interop.device_tensors import ALIGNMENT
 from ..device import Device, device_at
 from ..device.recorded import base, place
@@ -37,7 +37,7 @@ def representing(
     stored = np.dtype("uint16" if dtype == "bfloat16" else dtype).str
     steps = None if strides is None else tuple(int(n) for n in strides)
     sizes = tuple(int(n) for n in shape)
-    return np.asarray(Memory(place(operand, address), sizes, steps, stored))
+    return np.asarray(ArrayInterface(place(operand, address), sizes, steps, stored))
 
 
 class Operands:

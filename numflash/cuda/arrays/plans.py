@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import NumflashError
 from ...interop.arrays import import_array
-from ...tiling import Store
+from ...tiling import PlanCache
 from ...validation.options import NAMES, Options
 from ..device import Device
 from ..device.operands import Launch
@@ -24,7 +24,7 @@ ARRAYS = ("attn_mask", "key_lengths", "alibi_slopes", "sinks")
 _plain = operator.attrgetter(*(name for name in NAMES if name not in ARRAYS))
 
 
-class Plan:
+class LaunchPlan:
     """The launches of equal calls. Holds none of their arrays.
 
     Parameters
@@ -57,12 +57,15 @@ class Plan:
             self._device.enqueue(self._steps, bases, stream)
 
 
-plans: Store[Plan] = Store()
+plans: PlanCache[LaunchPlan] = PlanCache()
 
 
 def run(
-    operands: Operands, small: Sequence[tuple[str, Any]], options: Options, make: Callable[[], Plan]
-) -> tuple[list[Any], Plan]:
+    operands: Operands,
+    small: Sequence[tuple[str, Any]],
+    options: Options,
+    make: Callable[[], LaunchPlan],
+) -> tuple[list[Any], LaunchPlan]:
     """What the plan of a call makes, and the plan: that of an equal call before, or the one that
     `make` gives, which checks the call in full.
 

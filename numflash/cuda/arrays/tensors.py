@@ -12,7 +12,7 @@ from typing import Any
 
 from ..device.recorded import base
 from .libraries import EMPTY
-from .plans import Plan
+from .plans import LaunchPlan
 
 
 class Again:
@@ -27,7 +27,7 @@ class Again:
     results : how many of the tensors that are made the call returns
     """
 
-    def __init__(self, plan: Plan, like: Any, results: int) -> None:
+    def __init__(self, plan: LaunchPlan, like: Any, results: int) -> None:
         torch = sys.modules["torch"]
         self._enqueue, self._results = plan.enqueue, results
         self._device = like.device

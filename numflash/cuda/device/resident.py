@@ -18,7 +18,7 @@ import numpy as np
 
 from ...errors import DriverError, UnsupportedError
 from ...interop.arguments import EMULATED_DEFAULT
-from ...interop.arrays import Memory
+from ...interop.arrays import ArrayInterface
 from ..compile import compiled
 from ..emulator import Report, emulate
 from .device import Device, current_device
@@ -143,7 +143,7 @@ class Card:
             address = int(check(d, d.cuMemAlloc(nbytes)))
             check(d, d.cuMemsetD8Async(address, 0, nbytes, self.stream))
             check(d, d.cuStreamSynchronize(self.stream))  # the copies' stream may write it next
-        memory = Memory(address, shape, None, np.dtype(dtype).str)
+        memory = ArrayInterface(address, shape, None, np.dtype(dtype).str)
         weakref.finalize(memory, self.device.release, address)
         return np.asarray(memory)
 
