@@ -180,6 +180,7 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
+    grad_lse: Any = None,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -216,6 +217,9 @@ def attention_backward(
         What `attention` returned with `return_lse=True` and the same options. With out and lse over
         more keys than these (from `merge_states`), the result is what these keys add to the
         gradients.
+    grad_lse : (B, H, L) float32 array or None
+        Gradient of the lse, where something was computed from it (a z-loss, `merge_states`); None
+        is 0.
     options
         attn_mask, ..., sinks, precision, layout: as for `attention`. ALiBi's slopes are constants.
     score_mod, block_mask : as for `flex_attention`
@@ -263,7 +267,7 @@ def attention_backward(
         layout=layout,
     )
     functions = (score_mod, block_mask)
-    arrays = (grad_out, query, key, value, out, lse)
+    arrays = (grad_out, query, key, value, out, lse, grad_lse)
     if wrt is OPERANDS:
         return differentiate(arrays, options, impl, functions)
     names, captured = split_wrt(wrt, options)
@@ -294,14 +298,14 @@ def differentiate(
 ) -> tuple[Any, ...]:
     """`attention_backward` with its options checked.
 
-    Arrays are grad_out, query, key, value, out and lse.
+    Arrays are grad_out, query, key, value, out, lse and grad_lse or None.
 
     functions : score_mod and block_mask, and what `flex.attention.recorded_of` made of them, if they
         are recorded
     call : key of the next calls, for which it leaves a plan if the arrays are on a card
     tables : `flex.captured_arrays.Captured` or None; gradients of its arrays follow those of `wrt`
     """
-    grad_out, query, key, value, out, lse = arrays
+    grad_out, query, key, value, out, lse, grad_lse = arrays
     choice("impl", impl, IMPLS)
     there = impl in ("auto", "cuda") and on_device(query)
     plain = functions[0] is functions[1] is None
@@ -314,7 +318,9 @@ def differentiate(
         from .cuda.arrays import attention_backward
 
         refuse_on_card(wrt)
-        on_card = attention_backward(grad_out, query, key, value, out, lse, options, _kept(call))
+        on_card = attention_backward(
+            grad_out, query, key, value, out, lse, grad_lse, options, _kept(call)
+        )
         return tuple(on_card[OPERANDS.index(name)] for name in wrt)
     taken = validation.import_operands(query, key, value)
     layout = options.layout
@@ -325,7 +331,7 @@ def differentiate(
         score_mod, block_mask, recorded = (*functions, None)[:3]
         problem = with_functions(problem, score_mod, block_mask, impl, recorded)
     shape = taken[0].array.shape
-    operands = validation.gradient_operands(problem, shape, grad_out, out, lse, layout)
+    operands = validation.gradient_operands(problem, shape, grad_out, out, lse, grad_lse, layout)
     scores = None
     if tables is not None or not {"attn_mask", "scores"}.isdisjoint(wrt):
         nb, nh, _, rows, keys, _, _ = problem.shape

@@ -112,6 +112,7 @@ def naive_gradients(
     sinks=None,
     dtype=np.float64,
     with_scores=False,
+    grad_lse=None,
 ):
     """Gradients of `naive` by the chain rule, a head's whole score matrix in memory.
 
@@ -162,6 +163,8 @@ def naive_gradients(
         p = p / np.where(total > 0, total, dtype(1))
         dp = do @ v.T
         of_scores[b, h] = p * (dp - (p * dp).sum(-1, keepdims=True))
+        if grad_lse is not None:  # the derivative of log(sum of exp) is the softmax
+            of_scores[b, h] += p * np.asarray(grad_lse[b, h], dtype)[:, None]
         ds = of_scores[b, h] * slope
         dq[b, h], dk[b, g], dv[b, g] = (
             ds @ k * scale,

@@ -31,6 +31,7 @@ def run(
     grad_out: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
+    grad_lse: np.ndarray | None = None,
     isa: str | None = None,
     results: Sequence[np.ndarray] | None = None,
     scores: np.ndarray | None = None,
@@ -38,7 +39,8 @@ def run(
     """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float32, by the kernels of `isa`
     (None: the best of the target).
 
-    grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous
+    grad_out and out (B, H, L, Dv), lse and its gradient grad_lse (B, H, L), None for 0: float32, of
+    any strides. `results`: contiguous
     arrays that are written, and returned, where they are given. `scores`: contiguous float32 zeros
     (B, H, L, S), which become the gradients of the scores that mask, bias and slopes were applied
     to, 0 where a row does not attend to a key; or None.
@@ -55,15 +57,16 @@ def run(
     if not empty:
         operands = problem.query, problem.key, problem.value, grad_out, out, lse
         q, k, v, do, out, lse = map(to_float32, operands)
+        rows = lse, None if grad_lse is None else to_float32(grad_lse)
         products = nb * nh * length * s * (3 * d + 2 * dv)
         threads = min(count(), workers("float32", products))
         with one_at_a_time():
             if isa == "portable":
                 with limit(threads):
-                    _portable(problem, (q, k, v, do), out, lse, (dq, dk, dv_), scores)
+                    _portable(problem, (q, k, v, do), out, rows, (dq, dk, dv_), scores)
             else:
                 plan = tiled.plan_of(problem, isa, threads)  # sets the number of threads itself
-                _tiled(problem, plan, (q, k, v, do), out, lse, (dq, dk, dv_), scores)
+                _tiled(problem, plan, (q, k, v, do), out, rows, (dq, dk, dv_), scores)
     return dq, dk, dv_
 
 
@@ -71,14 +74,16 @@ def _portable(
     problem: Problem,
     operands: tuple[np.ndarray, ...],
     out: np.ndarray,
-    lse: np.ndarray,
+    of_rows: tuple[np.ndarray, np.ndarray | None],
     results: tuple[np.ndarray, ...],
     scores: np.ndarray | None,
 ) -> None:
     """All rows one at a time, those that float32 does not hold in float64."""
+    lse, grad_lse = of_rows
     q, k, v, do, out, lse = map(heads, (*operands, out, lse))
+    dlse = np.zeros((0, lse.shape[1]), F) if grad_lse is None else heads(grad_lse)
     numbers = problem.key_lengths, tiled.largest_scale(problem), tiled.bounds(problem)
-    found = found_of(Given(q, k, v, do, out, lse, *numbers))
+    found = found_of(Given(q, k, v, do, out, lse, dlse, *numbers))
     arrays, delta = (q, k, v, do), found.exact_delta
     gradients = (*map(heads, results), _of_heads(scores))
     _rows(problem, False, ~found.skip, arrays, lse, delta, gradients)
@@ -90,17 +95,19 @@ def _tiled(
     plan: tiled.GradientPlan,
     operands: tuple[np.ndarray, ...],
     out: np.ndarray,
-    lse: np.ndarray,
+    of_rows: tuple[np.ndarray, np.ndarray | None],
     results: tuple[np.ndarray, ...],
     scores: np.ndarray | None,
 ) -> None:
     """By register tiles; rows that float32 does not hold one at a time in float64."""
     q, k, v, do = operands
     dq, dk, dv = results
+    lse, grad_lse = of_rows
     q_at, k_at, v_at, do_at, lse_at = addresses(q, k, v, do, lse)
     out_at, dq_at, dk_at, dv_at, _ = addresses(out, dq, dk, dv, lse)
-    scores_at = 0 if scores is None else scores.ctypes.data
-    left = plan.run((q_at, k_at, v_at, do_at, out_at, lse_at, dq_at, dk_at, dv_at, scores_at))
+    scores_at, dlse_at = (0 if x is None else x.ctypes.data for x in (scores, grad_lse))
+    of_operands = q_at, k_at, v_at, do_at, out_at, lse_at, dlse_at
+    left = plan.run((*of_operands, dq_at, dk_at, dv_at, scores_at))
     if left is not None:
         skip, delta = left
         gradients = (*map(heads, results), _of_heads(scores))

@@ -158,6 +158,16 @@ def _operands(
     )
 
 
+def _given(grad_lse: np.ndarray | None) -> Arrays:
+    """The gradient of the LSE as the last operand of a kernel, or nothing."""
+    return () if grad_lse is None else (grad_lse,)
+
+
+def _constants(grad_lse: np.ndarray | None) -> dict[str, bool]:
+    """The constant of kernels that take it."""
+    return {} if grad_lse is None else {"of_lse": True}
+
+
 def statistics_shape(problem: Problem) -> tuple[int, int, int]:
     """Of the float32 array in which each row's LSE and D wait for the passes, pair after pair."""
     nb, nh, _, length, *_ = problem.shape
@@ -171,10 +181,11 @@ def plan(
     lse: np.ndarray,
     arch: str,
     results: Arrays | None = None,
+    grad_lse: np.ndarray | None = None,
 ) -> Backward:
     """The launches for a problem on an architecture: `float_backward` or `float32_backward`."""
     chosen = float32_backward if problem.precision == "float32" else float_backward
-    return chosen(problem, grad, out, lse, arch, results)
+    return chosen(problem, grad, out, lse, arch, results, grad_lse)
 
 
 def float32_backward(
@@ -184,20 +195,20 @@ def float32_backward(
     lse: np.ndarray,
     arch: str,
     results: Arrays | None = None,
+    grad_lse: np.ndarray | None = None,
 ) -> Backward:
     """The launches for a float32 problem: arguments as for `float_backward`.
 
     On the card all arrays are contiguous.
     """
     nb, nh, nkv, length, s, d, dv = problem.shape
-    arrays = tuple(
-        np.asarray(x) for x in (problem.query, problem.key, problem.value, grad, out, lse)
-    )
+    given = problem.query, problem.key, problem.value, grad, out, lse
+    arrays = tuple(np.asarray(x) for x in (*given, *_given(grad_lse)))
     if results is None:
         arrays = tuple(np.ascontiguousarray(x, np.float32) for x in arrays)
     elif not all(x.flags.c_contiguous for x in (*arrays, *results)):
         raise UnsupportedError(
-            "query, key, value, grad_out, out, lse: not contiguous (B, H, L, D) on the card, which its float32 "
+            "query, key, value, grad_out, out, lse, grad_lse: not contiguous (B, H, L, D) on the card, which its float32 "
             "kernel needs"
         )
     dq, dk, dv_out = [np.zeros_like(x) for x in arrays[:3]] if results is None else results[:3]
@@ -215,6 +226,7 @@ def float32_backward(
         "d": padded(d),
         "dv": padded(dv),
         "group": nh // nkv,
+        **_constants(grad_lse),
         **folding(nb),
         **option_constants(problem),
     }
@@ -225,7 +237,7 @@ def float32_backward(
             {"gradients": which, **constants},
             arch,
             (-(-rows // WARPS), heads, nb),
-            ((*arrays, *sums, *shared), *numbers),
+            ((*arrays[:6], *sums, *shared, *arrays[6:]), *numbers),
             lambda: None,
             here,
             written=sums,
@@ -299,6 +311,7 @@ def float_backward(
     lse: np.ndarray,
     arch: str,
     results: Arrays | None = None,
+    grad_lse: np.ndarray | None = None,
     older: bool = False,
     shape: ShapeOf = hopper_shape,
 ) -> Backward:
@@ -308,7 +321,7 @@ def float_backward(
     ----------
     problem : of the forward pass
     grad, out : (B, H, L, Dv) in the problem's storage;  lse : (B, H, L) float32, as the forward
-        pass gave them
+        pass gave them;  grad_lse : (B, H, L) float32, or None for 0
     results : dq, dk, dv and statistics (`statistics_shape`); they say that all arrays lie on the
         card
     older : the kernels of all cards, on sm_90a too
@@ -327,9 +340,14 @@ def float_backward(
     problem, (q, k, v, do, o, lse), (dq, dk, dv_out, stats) = _operands(
         problem, grad, out, lse, results
     )
+    of_lse = _given(grad_lse)
+    if results is None:
+        of_lse = tuple(np.ascontiguousarray(x, np.float32) for x in of_lse)
+    elif not all(x.flags.c_contiguous for x in of_lse):
+        raise UnsupportedError("grad_lse: not contiguous (B, H, L) on the card")
     mask, kind = one_mask(problem)
     stored = storage(mask, results)
-    here = resident_ids(results, q, k, v, do, o, lse, dq, dk, dv_out, stats, stored)
+    here = resident_ids(results, q, k, v, do, o, lse, *of_lse, dq, dk, dv_out, stats, stored)
     rows = stats.shape[2] // 2
 
     def launch(
@@ -347,9 +365,9 @@ def float_backward(
     launches = [
         launch(
             backward_rows,
-            {"dv": padded(dv), "dtype": problem.precision, **folding(nb)},
+            {"dv": padded(dv), "dtype": problem.precision, **_constants(grad_lse), **folding(nb)},
             (rows // ROWS, nh, nb),
-            ((do, o, lse, stats), steps(do, o), (length, v.shape[-1] * 2, nh, rows)),
+            ((do, o, lse, stats, *of_lse), steps(do, o), (length, v.shape[-1] * 2, nh, rows)),
             (),  # the statistics stay there
         )
     ]
@@ -368,6 +386,7 @@ def run(
     grad: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
+    grad_lse: np.ndarray | None = None,
     emulator: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dq (B, H, L, D), dk (B, Hkv, S, D) and dv (B, Hkv, S, Dv) of a problem in host memory, in its
@@ -375,7 +394,7 @@ def run(
 
     Parameters
     ----------
-    grad, out : (B, H, L, Dv) float arrays;  lse : (B, H, L) float32
+    grad, out : (B, H, L, Dv) float arrays;  lse, grad_lse : (B, H, L) float32, None for 0
     emulator : str or None
         Run the PTX of this architecture's kernels in the emulator instead of on a card.
 
@@ -392,9 +411,9 @@ def run(
         )
     grad, out = (convert(x, problem.precision) for x in (grad, out))
     if emulator:
-        return emulated(plan(problem, grad, out, lse, emulator))[0]
+        return emulated(plan(problem, grad, out, lse, emulator, None, grad_lse))[0]
     device = current_device()
-    work = plan(problem, grad, out, lse, device.arch)
+    work = plan(problem, grad, out, lse, device.arch, None, grad_lse)
     if work.launches:
         device.prepared(work.launches, lambda work: work())
     return work.gradients

@@ -86,7 +86,7 @@ def refuse_gradient_of_mask(impl: str, asked: bool) -> None:
 
 def solve_backward(
     problem: Problem,
-    operands: tuple[np.ndarray, np.ndarray, np.ndarray],
+    operands: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None],
     impl: str,
     results: Sequence[np.ndarray] | None = None,
     scores: np.ndarray | None = None,
@@ -94,7 +94,7 @@ def solve_backward(
     """dq (B, H, L, D), dk (B, Hkv, S, D), dv (B, Hkv, S, Dv), float32 or in the problem's own
     storage.
 
-    operands : grad_out, out and lse, as `validation.gradient_operands` gives them
+    operands : grad_out, out, lse and grad_lse, as `validation.gradient_operands` gives them
     results : contiguous float32 arrays of these shapes, to be written and returned, or None
     scores : contiguous float32 zeros (B, H, L, S), or None
         They become the gradients of the scores that mask and bias were applied to; not on a card.

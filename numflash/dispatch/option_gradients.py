@@ -63,14 +63,20 @@ def of_mask(scores: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def of_sinks(
-    sinks: np.ndarray, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray
+    sinks: np.ndarray,
+    grad_out: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    grad_lse: np.ndarray | None,
 ) -> np.ndarray:
-    """(H,) float32 of sinks (H,), from dO and O (B, H, L, Dv) and the LSE (B, H, L).
+    """(H,) float32 of sinks (H,), from dO and O (B, H, L, Dv), the LSE (B, H, L) and its gradient.
 
     A sink has the weight exp(sink - LSE) in each row and adds nothing to its output, so that the
-    gradient of its score is the weight times 0 - rowsum(dO * O).
+    gradient of its score is the weight times 0 - rowsum(dO * O) + dLSE.
     """
     with np.errstate(all="ignore"):
         delta = np.einsum("bhlv,bhlv->bhl", grad_out, out, dtype=np.float64)
+        if grad_lse is not None:
+            delta -= grad_lse
         weights = np.exp(np.minimum(sinks[:, None] - np.float64(lse), 0))
         return -(weights * delta).sum((0, 2)).astype(np.float32)

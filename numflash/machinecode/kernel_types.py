@@ -105,7 +105,7 @@ def backward(kind: str = "float32") -> tuple[Any, ...]:
         INT, INT, integers, integers, array("uint8", 5), array("float32", 5), FLOAT, f2,
         score_tiles(), containers.UniTuple(INT, 2),
     )  # fmt: skip
-    given = f3, f3, f3, f3, f3, f2, integers, types.float64, types.boolean
+    given = f3, f3, f3, f3, f3, f2, f2, integers, types.float64, types.boolean
     booleans = array("bool_", 2)
     found = booleans, booleans, f2, f2, array("float64", 2), array("int32", 3)
     return (

@@ -99,13 +99,14 @@ def gradients(
     grad_out: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
+    grad_lse: np.ndarray | None = None,
     of_scores: np.ndarray | None = None,
     block: int = 512,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float64, from dO, O (B, H, L,
-    Dv) and LSE (B, H, L).
+    Dv), LSE (B, H, L) and its gradient dLSE, or None for 0.
 
-    P = exp(S - LSE), dV = P^T.dO, dS = P * (dO.V^T - rowsum(dO * O)), times the slope of softcap;
+    P = exp(S - LSE), dV = P^T.dO, dS = P * (dO.V^T - rowsum(dO * O) + dLSE), times the slope of softcap;
     dQ = dS.K * scale, dK = dS^T.Q * scale (FlashAttention 2, section 2.3.2). A key of weight 0
     takes no part, even where it is not finite. An LSE of `LARGEST_LSE` or more is recomputed.
     `of_scores` (B, H, L, S), unless None, is written: dS without the slope of softcap, what a bias
@@ -137,7 +138,10 @@ def gradients(
                     m = np.where(anew, top, m)
                     l = np.where(anew, total, l)
                 p = np.where((scores == -np.inf) | (m == -np.inf), 0, np.exp(scores - m) / l)
-                ds = p * (do @ v.T - (do * out[b, h, rows]).sum(-1, keepdims=True))
+                delta = (do * out[b, h, rows]).sum(-1, keepdims=True)
+                if grad_lse is not None:
+                    delta -= np.asarray(grad_lse[b, h, rows, None], np.float64)
+                ds = p * (do @ v.T - delta)
                 ds = np.where(p == 0, 0, ds)
                 if of_scores is not None:
                     of_scores[b, h, rows] = ds

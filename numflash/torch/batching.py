@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # the dimensions of an option that has a batch, and how many it may lack, that one first
-RANKS = {"attn_mask": (4, 4), "key_lengths": (1, 0), "alibi_slopes": (2, 1)}
+RANKS = {"attn_mask": (4, 4), "key_lengths": (1, 0), "alibi_slopes": (2, 1), "grad_lse": (3, 0)}
 
 
 def _samples(x: Tensor, dim: int | None, size: int) -> Tensor:

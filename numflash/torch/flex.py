@@ -107,11 +107,11 @@ class _Gradients(torch.autograd.Function):
         wrt: tuple[str, ...],
         tables: Captured | None,
         sinks: Tensor | None,
-        *tensors: Tensor,
+        *tensors: Tensor | None,
     ) -> Any:
         asked = {name: x for name, x in call.options.items() if name != "pv"}  # of "int8" only
         options = Options(sinks=None if sinks is None else sinks.detach(), **asked)
-        arrays = tuple(x.detach() for x in tensors)
+        arrays = tuple(None if x is None else x.detach() for x in tensors)
         if call.recorded is not None and not call.recorded.fits():
             raise ArgumentError(
                 "score_mod: a captured array was changed before the gradients were computed; allowed: arrays that "
@@ -127,7 +127,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Flex(torch.autograd.Function):
-    """out and lse; the lse is a by-product without a gradient. `captured` are those of `call.tables`."""
+    """out and lse. `captured` are those of `call.tables`."""
 
     @staticmethod
     def forward(
@@ -146,20 +146,27 @@ class _Flex(torch.autograd.Function):
         ctx.call, ctx.trained = call, len(captured)
         # PyTorch refuses a gradient where one of these was changed in place
         ctx.save_for_backward(query, key, value, out, lse, sinks, *captured, *call.constants())
-        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
-        if torch._C._functorch.is_legacy_batchedtensor(grad_out):
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        given = [x for x in (grad_out, grad_lse) if x is not None]
+        if not given:  # nothing depends on the results
+            return (None,) * len(ctx.needs_input_grad)
+        if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
             raise UnsupportedError(
                 "grad_outputs: got a batch of gradients (is_grads_batched, vectorize); allowed: one at a time"
             )
         saved = ctx.saved_tensors  # which may be read once: a checkpoint computes them then
         tensors, sinks, captured = saved[:5], saved[5], saved[6 : 6 + ctx.trained]
+        if grad_out is None:
+            grad_out = torch.zeros_like(saved[3])
         of_sinks = ctx.needs_input_grad[4]
         wrt = (*OPERANDS, "sinks") if of_sinks else OPERANDS
-        found = _Gradients.apply(ctx.call, wrt, ctx.call.tables, sinks, grad_out, *tensors)
+        found = _Gradients.apply(
+            ctx.call, wrt, ctx.call.tables, sinks, grad_out, *tensors, grad_lse
+        )
         dq, dk, dv, *others = found
         ds = others.pop(0) if of_sinks else None
         return None, dq, dk, dv, ds, *(x.to(y.dtype) for x, y in zip(others, captured, strict=True))
@@ -207,7 +214,7 @@ def flex_attention(
     block_mask : BlockMask of PyTorch or of numflash, or None
         PyTorch's is read once: a changed one has to be a new object.
     scale, enable_gqa, return_lse, return_aux
-        As in PyTorch's; `max_scores` cannot be asked for. The lse has no gradient.
+        As in PyTorch's; `max_scores` cannot be asked for. The lse is differentiable, as PyTorch's.
     kernel_options
         Taken and not used.
     precision, pv

@@ -19,10 +19,10 @@ from .batching import one_call
 from .equal_calls import known_call, on_card
 from .options import (
     GRADIENT_TENSORS,
+    LAST,
     MASK,
     OPTIONS,
     SINKS,
-    WANTED,
     asked_for,
     detached,
     fields,
@@ -38,40 +38,47 @@ def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value, a float mask and sinks, shaped like them; in memory of
     PyTorch's.
 
-    arguments : grad_out, query, key, value, out and lse, the options, and whether the gradients of the
-        mask and of the sinks are wanted; else they have size 0
+    arguments : grad_out, query, key, value, out and lse, the options, whether the gradients of the
+        mask and of the sinks are wanted, else they have size 0; the gradient of the lse or None
     """
-    tensors, options, of_mask, of_sinks = parted(arguments)
+    tensors, options, of_mask, of_sinks, grad_lse = parted(arguments)
     grad_out, query, _, _, out, lse = tensors
     sinks = query.new_empty(0)
     if of_sinks:
-        sinks = _gradient_of_sinks(options[SINKS], grad_out, out, lse)
+        sinks = _gradient_of_sinks(options[SINKS], grad_out, out, lse, grad_lse)
     of_operands = _on_card if query.is_cuda else _on_cpu
-    return *of_operands(tensors, options, of_mask), sinks
+    if grad_lse is not None:  # kernels do not read one number expanded, as of a sum
+        grad_lse = grad_lse.detach().contiguous()
+    return *of_operands(tensors, grad_lse, options, of_mask), sinks
 
 
-def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """(H,) like sinks (H,), from dO and O (B, H, L, Dv) and the LSE (B, H, L), on any device:
-    `dispatch.option_gradients.of_sinks`.
+def _gradient_of_sinks(
+    sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """(H,) like sinks (H,), from dO and O (B, H, L, Dv), the LSE (B, H, L) and its gradient, on any
+    device: `dispatch.option_gradients.of_sinks`.
     """
     delta = (grad_out.double() * out.double()).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
     weights = torch.exp(torch.clamp(sinks.double()[:, None] - lse.double(), max=0))
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _on_card(
-    tensors: tuple[Tensor, ...], options: tuple[Any, ...], of_mask: bool
+    tensors: tuple[Tensor, ...], grad_lse: Tensor | None, options: tuple[Any, ...], of_mask: bool
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key and value on a card, and one of size 0."""
     backends.refuse_gradient_of_mask("auto", of_mask)
     grad_out, query, key, value, out, lse = tensors
-    grad_out = grad_out.contiguous()  # kernels do not read one number expanded, as of a sum
-    call, again = on_card("gradients", (query, key, value, grad_out, out, lse), options)
+    grad_out = grad_out.contiguous()
+    of_lse = () if grad_lse is None else (grad_lse,)
+    call, again = on_card("gradients", (query, key, value, grad_out, out, lse, *of_lse), options)
     if again is not None:
-        found = again(query, key, value, None, grad_out, out, lse)
+        found = again(query, key, value, None, grad_out, out, lse, grad_lse)
     else:
         arrays = tuple(x.detach() for x in (grad_out, query, key, value, out, lse))
-        found = api.differentiate(arrays, *_asked_for(options, key), call=call)
+        found = api.differentiate((*arrays, grad_lse), *_asked_for(options, key), call=call)
     return *found, query.new_empty(0)
 
 
@@ -82,7 +89,7 @@ def _asked_for(options: tuple[Any, ...], key: Tensor) -> tuple[Options, str]:
 
 
 def _on_cpu(
-    tensors: tuple[Tensor, ...], options: tuple[Any, ...], of_mask: bool
+    tensors: tuple[Tensor, ...], grad_lse: Tensor | None, options: tuple[Any, ...], of_mask: bool
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and mask, the last of size 0 where it is not wanted."""
     grad_out, query, key, value, out, lse = (x.detach() for x in tensors)
@@ -92,11 +99,12 @@ def _on_cpu(
         problem = validation.problem(query, key, value, asked)
     else:
         problem, impl = _again(known, query, key, value, options), options[-1]
-    if known is not None and _are_results(grad_out, out, lse, query, value):
-        operands = grad_out.numpy(), out.numpy(), lse.numpy()
+    if known is not None and _are_results(grad_out, out, lse, grad_lse, query, value):
+        of_lse = None if grad_lse is None else grad_lse.numpy()
+        operands = grad_out.numpy(), out.numpy(), lse.numpy(), of_lse
     else:
-        shape = tuple(query.shape)
-        operands = validation.gradient_operands(problem, shape, grad_out, out, lse, "bhld")
+        shape, given = tuple(query.shape), (grad_out, out, lse, grad_lse)
+        operands = validation.gradient_operands(problem, shape, *given, "bhld")
     found = [x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
     nb, nh, _, length, s, _, _ = problem.shape
     scores = np.zeros((nb, nh, length, s), np.float32) if of_mask else None
@@ -127,7 +135,14 @@ def _of_mask(scores: np.ndarray | None, mask: Tensor, query: Tensor) -> Tensor:
     return torch.from_numpy(of_mask_gradient(scores, tuple(mask.shape))).to(mask.dtype)
 
 
-def _are_results(grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, value: Tensor) -> bool:
+def _are_results(
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    value: Tensor,
+) -> bool:
     """Whether these are contiguous float32 tensors of the shapes that belong to query and value."""
     rows, kind = query.shape[:3], torch.float32
     shape = (*rows, value.shape[3])
@@ -137,6 +152,7 @@ def _are_results(grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, valu
         and plain(lse, kind)
         and out.shape == grad_out.shape == shape
         and lse.shape == rows
+        and (grad_lse is None or (plain(grad_lse, kind) and grad_lse.shape == rows))
     )
 
 
@@ -151,13 +167,13 @@ attention_backward_operator = torch.library.custom_op(
     "numflash::attention_backward",
     differentiate,
     mutates_args=(),
-    schema=schema(GRADIENT_TENSORS, {**OPTIONS, **WANTED}, 5),
+    schema=schema(GRADIENT_TENSORS, {**OPTIONS, **LAST}, 5),
 )
 
 
 @attention_backward_operator.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    tensors, options, of_mask, of_sinks = parted(arguments)
+    tensors, options, of_mask, of_sinks, _ = parted(arguments)
     _, query, key, value, _, _ = tensors
     found = [x.new_empty(x.shape) for x in (query, key, value)]
     for wanted, place in ((of_mask, MASK), (of_sinks, SINKS)):
@@ -168,5 +184,5 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 attention_backward_operator.register_autograd(no_second_derivatives)
 attention_backward_operator.register_vmap(
-    one_call(attention_backward_operator, 6, [*OPTIONS, *WANTED])
+    one_call(attention_backward_operator, 6, [*OPTIONS, *LAST])
 )

@@ -44,7 +44,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         found = operator.attend(*inputs)
-        ctx.set_materialize_grads(False)
         operator.save(ctx, inputs, found)
         return found
 
@@ -71,20 +70,18 @@ class _Known(torch.autograd.Function):
         ctx.save_for_backward(out, lse, query, key, value, *(options[n] for n in ctx.places))
         for n in ctx.places:
             ctx.options[n] = None
-        ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
-        if grad_out is None:  # nothing depends on the result
+        if grad_out is grad_lse is None:  # nothing depends on the results
             return (None,) * 5
         out, lse, query, key, value, *tensors = ctx.saved_tensors
         options = list(ctx.options)
         for n, x in zip(ctx.places, tensors, strict=True):
             options[n] = x
-        found = operator.differentiated(
-            grad_out, query, key, value, out, lse, *options, False, False
-        )
+        of_results = grad_out, query, key, value, out, lse
+        found = operator.differentiated(*of_results, *options, False, False, grad_lse)
         return None, *found[:3], None
 
 

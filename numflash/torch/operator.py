@@ -60,22 +60,19 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
 
 
 def save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the backward pass recomputes the weights from.
-
-    The lse is a by-product without a gradient.
-    """
+    """Keep what the backward pass recomputes the weights from."""
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     ctx.rest, ctx.places = (
         [None if i in tensors else x for i, x in enumerate(inputs)],
         list(tensors),
     )
     ctx.save_for_backward(*output, *tensors.values())
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     """The gradients of `attend`'s arguments, None for what has none."""
-    if grad_out is None:  # nothing depends on the result
+    if grad_out is grad_lse is None:  # nothing depends on the results
         return (None,) * len(ctx.rest)
     out, lse, *tensors = ctx.saved_tensors
     arguments = list(ctx.rest)
@@ -83,7 +80,8 @@ def gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         arguments[place] = x
     query, key, value, *options = arguments
     wanted = [ctx.needs_input_grad[3 + n] for n in (MASK, SINKS)]
-    *found, mask, sinks = differentiated(grad_out, query, key, value, out, lse, *options, *wanted)
+    of_results = grad_out, query, key, value, out, lse
+    *found, mask, sinks = differentiated(*of_results, *options, *wanted, grad_lse)
     others: list[Tensor | None] = [None] * len(options)
     for of_option, place, x in zip(wanted, (MASK, SINKS), (mask, sinks), strict=True):
         if of_option:
@@ -91,13 +89,18 @@ def gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return (*found, *others)
 
 
-def differentiated(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """`differentiate`, by its operator where something has to see that.
+def differentiated(grad_out: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    """`differentiate`, by its operator where something has to see that; `grad_out` is None where only
+    the lse has a gradient.
 
     Where a gradient of the gradient is asked for, the operator refuses it.
     """
+    out, grad_lse = rest[3], rest[-1]
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
     negated = any(x.is_neg() for x in rest[:3])  # which the dispatch computes
-    if negated or torch.is_grad_enabled() or is_traced() or not is_direct(grad_out):
+    direct = is_direct(grad_out) and (grad_lse is None or is_direct(grad_lse))
+    if negated or torch.is_grad_enabled() or is_traced() or not direct:
         found: tuple[Tensor, ...] = attention_backward_operator(grad_out, *rest)
         return found
     return differentiate(grad_out, *rest)

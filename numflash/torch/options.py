@@ -33,9 +33,10 @@ TENSORS = [n for n, kind in enumerate(OPTIONS.values()) if kind == "Tensor?"]
 MASK, SINKS, PRECISION, ALIGNMENT = (
     [*OPTIONS].index(name) for name in ("attn_mask", "sinks", "precision", "alignment")
 )
-# Which gradients of options are wanted, after the options. Graphs that Inductor has kept on disk may
-# call the operator without these.
-WANTED = {"of_mask": "bool", "of_sinks": "bool"}
+# After the options: which of their gradients are wanted, and the gradient of the LSE. Graphs that
+# Inductor has kept on disk may call the operator without these.
+LAST = {"of_mask": "bool", "of_sinks": "bool", "grad_lse": "Tensor?"}
+DEFAULTS = {"of_mask": "=False", "of_sinks": "=False", "grad_lse": "=None"}
 GRADIENT_TENSORS = "grad_out query key value out lse"
 LARGEST = (1 << 63) - 1  # of the schema's integers
 
@@ -43,7 +44,7 @@ LARGEST = (1 << 63) - 1  # of the schema's integers
 def schema(tensors: str, options: dict[str, str], results: int) -> str:
     """An operator's schema: tensors by their names, options, and how many tensors it returns."""
     arguments = [f"Tensor {name}" for name in tensors.split()]
-    arguments += [f"{kind} {name}{'=False' * (name in WANTED)}" for name, kind in options.items()]
+    arguments += [f"{kind} {name}{DEFAULTS.get(name, '')}" for name, kind in options.items()]
     return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * results)})"
 
 
@@ -99,11 +100,14 @@ def fields(options: tuple[Any, ...], query: Tensor, key: Tensor) -> dict[str, An
     return validation.described(arrays, options[ALIGNMENT], (b, h, length, key.shape[2]))
 
 
-def parted(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], tuple[Any, ...], bool, bool]:
-    """The tensors, the options, and whether gradients of mask and sinks are wanted: PyTorch leaves out
-    last arguments that are the schema's defaults.
+def parted(
+    arguments: tuple[Any, ...],
+) -> tuple[tuple[Tensor, ...], tuple[Any, ...], bool, bool, Tensor | None]:
+    """The tensors, the options, whether gradients of mask and sinks are wanted, and that of the LSE:
+    PyTorch leaves out last arguments that are the schema's defaults.
     """
     count = len(GRADIENT_TENSORS.split())
     end = count + len(OPTIONS)
-    of_mask, of_sinks = (*arguments[end:], False, False)[:2]
-    return arguments[:count], arguments[count:end], of_mask, of_sinks
+    last = dict(zip(LAST, arguments[end:], strict=False))
+    of_mask, of_sinks = last.get("of_mask", False), last.get("of_sinks", False)
+    return arguments[:count], arguments[count:end], of_mask, of_sinks, last.get("grad_lse")

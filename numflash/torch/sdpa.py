@@ -53,7 +53,7 @@ def attention(
     Returns
     -------
     out : (B, H, L, Dv) tensor of the query's dtype and device
-    lse : (B, H, L) float32 tensor without a gradient; only with `return_lse`
+    lse : (B, H, L) float32 tensor, differentiable too; only with `return_lse`
 
     Raises
     ------

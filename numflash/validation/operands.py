@@ -165,9 +165,15 @@ LARGEST_LSE = 2.0**23
 
 
 def gradient_operands(
-    problem: Problem, query_shape: tuple[int, ...], grad_out: Any, out: Any, lse: Any, layout: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """grad_out and out as (B, H, L, Dv), lse as (B, H, L), float32.
+    problem: Problem,
+    query_shape: tuple[int, ...],
+    grad_out: Any,
+    out: Any,
+    lse: Any,
+    grad_lse: Any,
+    layout: str,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """grad_out and out as (B, H, L, Dv), lse and grad_lse, unless None, as (B, H, L), float32.
 
     They come in the query's layout and number of dimensions.
     """
@@ -177,10 +183,13 @@ def gradient_operands(
         ("grad_out", grad_out, (*lead, problem.shape[6])),
         ("out", out, (*lead, problem.shape[6])),
         ("lse", lse, lead),
+        ("grad_lse", grad_lse, lead),
     ):
+        if name == "grad_lse" and given is None:
+            continue
         taken = import_array(name, given)
         floats: tuple[str, ...] = ("float32", "float64")
-        if name != "lse":
+        if shape != lead:
             floats = (
                 (*OWN_PRECISION, "uint16")
                 if problem.precision == "bfloat16"
@@ -195,9 +204,11 @@ def gradient_operands(
                 f"{name}: got shape {taken.array.shape}; allowed: {shape} with query {query_shape}"
             )
         found.append(writable(convert(taken.array, "float32")))
-    grad_out, out, lse = found
+    grad_out, out, *rows = found
+    lse, *others = (tensor("lse", x[..., None], layout)[..., 0] for x in rows)
     return (
         tensor("grad_out", grad_out, layout),
         tensor("out", out, layout),
-        tensor("lse", lse[..., None], layout)[..., 0],
+        lse,
+        others[0] if others else None,
     )

@@ -42,13 +42,17 @@ def arguments_of(plan, operands):
     nb, nh, nkv, length, s, d, dv = plan.shape
     n, n_kv = nb * nh, nb * nkv
     of_q, of_k, of_v, of_out = (n, length, d), (n_kv, s, d), (n_kv, s, dv), (n, length, dv)
-    shapes = of_q, of_k, of_v, of_out, of_out, (n, length), of_q, of_k, of_v, (n, length, s)
-    arrays = [at_address(x, shape, "=f4") for x, shape in zip(operands, shapes, strict=True)]
+    rows, none = (n, length), np.zeros((0, length), F)
+    shapes = of_q, of_k, of_v, of_out, of_out, rows, rows, of_q, of_k, of_v, (n, length, s)
+    arrays = [
+        at_address(x, shape, "=f4") if x else none
+        for x, shape in zip(operands, shapes, strict=True)
+    ]
     *found, counter = zeros(tiled.found_kinds(plan.shape, p.high))
-    sums = Gradients(*(np.zeros((n, *x.shape[1:]), F) for x in arrays[:3]), arrays[9])
+    sums = Gradients(*(np.zeros((n, *x.shape[1:]), F) for x in arrays[:3]), arrays[10])
     factors, largest = plan.reals[:3], float(plan.reals[3])
     return (
-        Given(*arrays[:6], plan.options.key_lengths, largest, bool(p.bounds)),
+        Given(*arrays[:7], plan.options.key_lengths, largest, bool(p.bounds)),
         Found(*found),
         Factors(*map(F, factors)),
         plan.options,
@@ -57,7 +61,7 @@ def arguments_of(plan, operands):
         Scratch._make(zeros(tiled.scratch_kinds(ISA, (p.wide, p.columns), p.workers))),
         Prepared._make(zeros(tiled.prepared_kinds(ISA, (p.high, p.wide, p.columns), n, p.splits))),
         sums,
-        Gradients(*arrays[6:9], np.zeros((0, 0, 0), F)),
+        Gradients(*arrays[7:10], np.zeros((0, 0, 0), F)),
     )
 
 

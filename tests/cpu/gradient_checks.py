@@ -43,7 +43,7 @@ def close(found, operands, ulp=2.0**-23, **options):
     do, q, k, v = (np.abs(x).max(initial=0) for x in operands)
     d, dv = (operands[n].shape[-1] for n in (1, 3))
     scores = q * k * d**0.5 * max(1, options.get("scale") or 0)
-    of_weights = do * v * (dv / d) ** 0.5
+    of_weights = do * v * (dv / d) ** 0.5 + np.abs(options.get("grad_lse", 0)).max()
     slopes = options.get("alibi_slopes")
     scores += (
         0 if slopes is None else np.max(slopes) * (operands[1].shape[2] + operands[2].shape[2])
@@ -78,7 +78,7 @@ def near(isa):
     return 0.03 if isa in BFLOAT16_ISAS else 1e-5
 
 
-def solve(do, q, k, v, isa=None, attn_mask=None, scores=None, **options):
+def solve(do, q, k, v, isa=None, attn_mask=None, scores=None, grad_lse=None, **options):
     """Gradients by the kernels of `isa`, after a forward pass by the best ones; every element of
     theirs is written, and `scores` where they are given.
     """
@@ -86,7 +86,7 @@ def solve(do, q, k, v, isa=None, attn_mask=None, scores=None, **options):
     out, lse = attention(q, k, v, attn_mask, enable_gqa=True, return_lse=True, **options)
     problem = make(q, k, v, precision, attn_mask, **options)
     results = [np.full(x.shape, np.nan, F) for x in (q, k, v)]
-    return launch_backward.run(problem, do, out, lse, isa, results, scores)
+    return launch_backward.run(problem, do, out, lse, grad_lse, isa, results, scores)
 
 
 def agrees(do, q, k, v, isa=None, **options):

@@ -188,6 +188,18 @@ def test_bad_arguments_are_named():
             (do, q, k, v, out, lse.astype(np.float16)),
             {},
         ),
+        (
+            ArgumentError,
+            r"grad_lse: got shape \(9,\); allowed: \(1, 2, 9\)",
+            (do, q, k, v, out, lse),
+            {"grad_lse": lse[0, 0]},
+        ),
+        (
+            ArgumentTypeError,
+            r"grad_lse: got dtype int32; allowed: float32, float64",
+            (do, q, k, v, out, lse),
+            {"grad_lse": lse.astype(np.int32)},
+        ),
         (ArgumentTypeError, r"grad_out: got dtype int64", (do.astype(int), q, k, v, out, lse), {}),
         (
             ArgumentTypeError,

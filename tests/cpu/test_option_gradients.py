@@ -1,4 +1,5 @@
-"""Gradients of scores, float masks, sinks and captured arrays: float64, finite differences, arguments.
+"""Gradients of scores, float masks, sinks and captured arrays, and of the LSE as well as of the output:
+float64, finite differences, arguments.
 
 The scores' own are checked with every kernel and option in test_backward.py.
 """
@@ -82,6 +83,73 @@ def test_masks_of_every_shape_that_broadcasts(impl, shape):
             fall = naive(q, k, v, **{**known, "sinks": back})[0]
             slope = ((rise - fall) * do).sum() / (2 * step)
             np.testing.assert_allclose(of_sinks[h], slope, rtol=1e-4, atol=1e-5)
+
+
+@every_isa
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "softcap": 2.0, "sinks": draw(4, 7)},
+        {"attn_mask": draw((70, 300)), "key_lengths": np.array([300, 0])},
+    ],
+    ids=["plain", "causal, soft cap, sinks", "mask, a sequence without keys"],
+)
+def test_what_is_computed_from_the_lse(isa, options):
+    operands = drawn(b=2, h=4, hkv=2, l=70, s=300, d=24)
+    agrees(*operands, isa, grad_lse=draw((2, 4, 70), 11), **options)
+
+
+@IMPLS
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_the_lse_of_the_public_function(impl, layout):
+    """The output has no gradient: that of sinks by finite differences, rows beyond float32 too."""
+    do, q, k, v = drawn(b=B, h=H, hkv=2, l=L, s=S, d=16)
+    q[0, 0, 3] *= F(1e18)
+    k[0, 0, 17] *= F(1e16)
+    grad_lse = draw((B, H, L), 11)
+    known = {name: x for name, x in OPTIONS.items() if name != "enable_gqa"}
+    wanted = naive_gradients(0 * do, q, k, v, grad_lse=grad_lse, **known)
+    turned = (lambda x: x.swapaxes(1, 2)) if layout == "blhd" else (lambda x: x)
+    operands = [turned(x) for x in (q, k, v)]
+    out, lse = attention(*operands, return_lse=True, layout=layout, impl=impl, **OPTIONS)
+    found = attention_backward(
+        turned(0 * do),
+        *operands,
+        out,
+        lse,
+        grad_lse=turned(grad_lse),
+        layout=layout,
+        impl=impl,
+        wrt=("query", "key", "value", "sinks"),
+        **OPTIONS,
+    )
+    for mine, want in zip(found, wanted, strict=False):
+        np.testing.assert_allclose(turned(mine), want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    step = 1e-4
+    for h in range(H):
+        there, back = OPTIONS["sinks"].astype(float), OPTIONS["sinks"].astype(float)
+        there[h] += step
+        back[h] -= step
+        rise, fall = (naive(q, k, v, **{**known, "sinks": x})[1] for x in (there, back))
+        slope = ((rise - fall) * grad_lse).sum() / (2 * step)
+        np.testing.assert_allclose(found[3][h], slope, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_of_the_lse_that_is_not_finite():
+    """Spoils its row and the keys that this attends to, and nothing else."""
+    do, q, k, v = drawn(l=20, s=150, d=8)
+    out, lse = attention(q, k, v, return_lse=True, is_causal=True)
+    grad_lse = np.zeros((1, 2, 20), F)
+    grad_lse[0, 1, 4] = np.inf
+    found = attention_backward(do, q, k, v, out, lse, grad_lse=grad_lse, is_causal=True)
+    plain = attention_backward(do, q, k, v, out, lse, is_causal=True)
+    spoiled = [np.zeros(x.shape[:3], bool) for x in (q, k, v)]
+    spoiled[0][0, 1, 4] = True
+    spoiled[1][0, 1, :5] = True
+    for mine, want, hit in zip(found, plain, spoiled, strict=True):
+        assert not np.isfinite(mine[hit]).any()
+        np.testing.assert_allclose(mine[~hit], want[~hit], atol=1e-5)
 
 
 def test_sinks_that_take_all_or_nothing():

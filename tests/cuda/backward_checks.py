@@ -96,7 +96,9 @@ def case(b=1, h=1, l=40, s=50, d=64, dv=None, hkv=None, dtype="float16", seed=0)
     return q, k, v, oracles.draw((b, h, l, dv or d), seed + 3).astype(DTYPES[dtype])
 
 
-def solve(q, k, v, do, out, lse, arch="sm_80", emulator=None, in_place=False, **options):
+def solve(
+    q, k, v, do, out, lse, arch="sm_80", emulator=None, in_place=False, grad_lse=None, **options
+):
     """Gradients as arrays of the operands' dtype, and the reports.
 
     `in_place` : operands are taken as they are, as arrays on a card
@@ -118,7 +120,7 @@ def solve(q, k, v, do, out, lse, arch="sm_80", emulator=None, in_place=False, **
     if in_place:
         stats = np.full(launch_backward.statistics_shape(problem), np.nan, np.float32)
         results = (*(np.full(x.shape, POISON, bits) for x in (q, k, v)), stats)
-    work = launch_backward.float_backward(*given, results)
+    work = launch_backward.float_backward(*given, results, grad_lse)
     found, reports = launch_backward.emulated(work, **(emulator or {}))
     return [x.view(kind) for x in found], reports
 

@@ -136,6 +136,14 @@ def plain_gradient(x):
     return numflash.attention_backward(*x[:6], key_lengths=lengths)
 sets = [(*(T(*q, dtype=half) for _ in range(5)), T(*q[:3], dtype=single)) for _ in range(2)]
 compare("gradients by tensor maps", plain_gradient, sets)
+def gradient_of_lse(x):
+    return numflash.attention_backward(*x[:6], grad_lse=x[6])
+for dtype in (half, single):
+    sets = [
+        (*(T(*q, dtype=dtype) for _ in range(5)), *(T(*q[:3], dtype=single) for _ in range(2)))
+        for _ in range(2)
+    ]
+    compare("gradients of the lse " + dtype, gradient_of_lse, sets)
 """
 
 
@@ -149,8 +157,10 @@ def test_an_equal_call_launches_what_a_fresh_one_does(driver, capability):  # no
         "gradients float16": 3,
         "gradients float32": 2,
         "gradients by tensor maps": 3,
+        "gradients of the lse float16": 3,
+        "gradients of the lse float32": 2,
     }
-    assert len(out) == 20 and {*steps} < {line.rsplit(" ", 4)[0] for line in out}
+    assert len(out) == 22 and {*steps} < {line.rsplit(" ", 4)[0] for line in out}
     for line in out:
         name, full, same, moved, count = line.rsplit(" ", 4)
         wanted = steps.get(name, 1)

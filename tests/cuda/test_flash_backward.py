@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 import ml_dtypes
-from backward_checks import case, check, gradients, solve
+from backward_checks import DTYPES, case, check, gradients, solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -335,6 +335,50 @@ def test_float32(options):
     )
     for x, right in zip(found, expected, strict=True):
         assert x.dtype == np.float32 and np.allclose(x, right, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "in_place"),
+    [
+        ("sm_80", "float16", False),
+        ("sm_90a", "bfloat16", True),
+        pytest.param("sm_75", "float16", False, marks=slow),
+        (None, "float32", False),
+    ],
+)
+def test_what_is_computed_from_the_lse(arch, dtype, in_place):
+    """Scores have the gradient p * dLSE of it; a row that sees nothing has none."""
+    kind = DTYPES.get(dtype, np.float32)
+    q, k, v = (x.astype(kind) for x in oracles.qkv(1, 4, 70, 90, 64, 64, 2))
+    do, grad_lse = oracles.draw((1, 4, 70, 64), 3).astype(kind), oracles.draw((1, 4, 70), 4)
+    options = {"window": (20, 0), "alignment": "lower_right", "key_lengths": np.array([60])}
+    out, lse, *_ = gradients(q, k, v, do, **options)
+    assert np.isneginf(lse).any()
+    want = oracles.naive_gradients(
+        do, q, k, v, window=(20, 0), alignment="lower_right", key_lengths=[60], grad_lse=grad_lse
+    )
+    if arch is None:
+        out, lse = out.astype(kind), lse.astype(kind)
+        found = numflash.attention_backward(
+            do,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            grad_lse=grad_lse,
+            enable_gqa=True,
+            impl="cuda-emulator",
+            **options,
+        )
+    else:
+        found, _ = solve(
+            q, k, v, do, out, lse, arch, in_place=in_place, grad_lse=grad_lse, **options
+        )
+    room = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    for mine, right in zip(found, want, strict=True):
+        off = np.abs(mine.astype(np.float64) - right).max()
+        assert off <= room * np.abs(right).max(), off
 
 
 def test_an_expanded_gradient_gets_memory():

@@ -329,8 +329,20 @@ def backward(c: dict) -> None:
     mask = given.get("attn_mask")
     floats = mask is not None and mask.dtype.kind == "f"
     others = [name for name, x in (("attn_mask", floats), ("sinks", "sinks" in given)) if x]
+    of_lse = None
+    if c.get("grad_lse"):
+        draw = np.random.default_rng(c["do"]["seed"])
+        of_lse = (c["grad_lse"] * draw.standard_normal(lse.shape)).astype(np.float32)
     *found, scores = numflash.attention_backward(
-        do, q, k, v, out, lse, **call, wrt=("query", "key", "value", *others, "scores")
+        do,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        grad_lse=of_lse,
+        **call,
+        wrt=("query", "key", "value", *others, "scores"),
     )
     for name, got in zip(others, found[3:], strict=True):
         same_kind(
@@ -348,7 +360,9 @@ def backward(c: dict) -> None:
     if not all(np.isfinite(x).all() for x in (q, k, v, do)):
         return unseen(c, found, (q, k, v, do), o)
     lse = as_bhld(lse, c["layout"], 0).astype(np.float64)
-    want, error = oracle.gradients(q, k, v, do, o, out, lse, OWN[c["dtype"]])
+    if of_lse is not None:
+        of_lse = as_bhld(of_lse, c["layout"], 0).astype(np.float64)
+    want, error = oracle.gradients(q, k, v, do, o, out, lse, OWN[c["dtype"]], of_lse)
     results = [*(as_bhld(x, c["layout"]) for x in found), scores]
     dtypes = c["dtype"], c["dtype"], c["dtype"], "float32"
     names = "dq", "dk", "dv", "scores"
@@ -364,8 +378,9 @@ def backward(c: dict) -> None:
         close("attn_mask", got, total, terms * 1e-6, got.dtype.name)
     if "sinks" in summed and np.isfinite(lse).all():
         weight = np.exp(np.minimum(given["sinks"][:, None] - lse, 0))
-        terms = weight * (do * out).sum(-1)
-        room = 1e-6 * (weight * np.abs(do * out).sum(-1)).sum((0, 2))
+        added = np.zeros(lse.shape) if of_lse is None else of_lse
+        terms = weight * ((do * out).sum(-1) - added)
+        room = 1e-6 * (weight * (np.abs(do * out).sum(-1) + np.abs(added))).sum((0, 2))
         close("sinks", summed["sinks"], -terms.sum((0, 2)), room, "float32")
 
 

@@ -247,6 +247,7 @@ def backward(rng: Random) -> dict:
     c["dtype"] = rng.choice(("float32", "float32", "float32", "float16", "bfloat16"))
     c["layout"] = rng.choice(("bhld", "bhld", "blhd"))
     c["impl"] = rng.choice(("auto", "auto", "auto", "portable"))
+    c["grad_lse"] = rng.choice((0.0, 0.0, 1.0, 30.0))
     usual = rng.random() < 0.9
     bad = rng.random() < 0.1
     for name in ("q", "k", "v", "do"):
@@ -261,6 +262,7 @@ def torch(rng: Random) -> dict:
     c["precision"] = rng.choice((None, None, None, "int8"))
     c["call"] = rng.choice(("sdpa", "attention"))
     c["grad"] = c["precision"] is None and rng.random() < 0.4
+    c["grad_lse"] = rng.choice((0.0, 1.0)) * (c["grad"] and c["call"] == "attention")
     for name in ("q", "k", "v", "do"):
         c[name] = {
             "draw": rng.choice(USUAL),

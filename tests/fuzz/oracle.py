@@ -397,11 +397,21 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
 
 # ---- gradients
 @np.errstate(all="ignore")
-def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray, precision: str):
+def gradients(
+    q,
+    k,
+    v,
+    do,
+    o: dict,
+    out_given: np.ndarray,
+    lse_given: np.ndarray,
+    precision: str,
+    grad_lse: np.ndarray | None = None,
+):
     """dq, dk, dv, gradients of the scores that the softmax takes, and the bounds of all, of operands as
     for `attention`.
 
-    Out and lse as the caller passes them.
+    Out and lse as the caller passes them; grad_lse (B, H, L), None for 0.
     """
     h = q.shape[1]
     d = q.shape[3]
@@ -416,6 +426,8 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
         p = np.where(np.isfinite(lse_given)[..., None], p, 0)
         dp = do @ vh.swapaxes(2, 3)
         delta = (do * out_given).sum(-1, keepdims=True)
+        if grad_lse is not None:
+            delta = delta - grad_lse[..., None]
         of_scores = p * (dp - delta)
         ds = of_scores * found.slope * scale
         dq = ds @ kh
@@ -427,6 +439,8 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
         size = np.abs(do) @ np.abs(vh).swapaxes(2, 3) + (np.abs(do) * np.abs(out_given)).sum(
             -1, keepdims=True
         )
+        if grad_lse is not None:
+            size = size + np.abs(grad_lse)[..., None]
         e_p = p * factor
         e_scores = p * size * factor
         e_ds = (p * size * factor + p * size * (8e-6 if o.get("softcap") else 0)) * abs(scale)

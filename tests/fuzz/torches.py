@@ -74,6 +74,10 @@ def torch(c: dict) -> None:
     trained = {n: call[n] for n in ("attn_mask", "sinks") if n in call and c["grad"]}
     trained = {n: x.requires_grad_() for n, x in trained.items() if x.is_floating_point()}
     precision = {"precision": c["precision"]} if c["precision"] else {}
+    of_lse = None
+    if c.get("grad_lse"):
+        rows = shapes["q"][:3]
+        of_lse = t.from_numpy(numbers(rows, c["do"]["draw"], c["do"]["seed"], "float32"))
 
     def run(call: dict) -> tuple:
         lse = None
@@ -84,7 +88,10 @@ def torch(c: dict) -> None:
             else:
                 out, lse = numflash.torch.attention(q, k, v, **options, return_lse=True)
             if c["grad"]:
-                out.backward(made["do"])
+                if of_lse is not None:
+                    t.autograd.backward((out, lse), (made["do"], of_lse))
+                else:
+                    out.backward(made["do"])
         return out, lse
 
     others = with_other_arrays(given, c["s"])
@@ -103,7 +110,7 @@ def torch(c: dict) -> None:
     held(
         found,
         got,
-        found.lse if lse is None else lse.numpy(),
+        found.lse if lse is None else lse.detach().numpy(),
         arrays["v"].astype(np.float64),
         c["dtype"],
         name,
@@ -112,7 +119,12 @@ def torch(c: dict) -> None:
         wide = {n: x.astype(np.float64) for n, x in arrays.items()}
         exact = oracle.attention(wide["q"], wide["k"], wide["v"], o)
         want, error = oracle.gradients(
-            *(wide[n] for n in ("q", "k", "v", "do")), o, got.astype(np.float64), exact.lse, name
+            *(wide[n] for n in ("q", "k", "v", "do")),
+            o,
+            got.astype(np.float64),
+            exact.lse,
+            name,
+            None if of_lse is None else of_lse.double().numpy(),
         )
         if (np.abs(exact.lse[np.isfinite(exact.lse)]) > 2.0**20).any():
             return
@@ -126,7 +138,10 @@ def torch(c: dict) -> None:
             close("attn_mask", grad, total, room, "float32")
         if "sinks" in trained:
             terms = wide["do"] * got
+            added = np.zeros(exact.lse.shape) if of_lse is None else of_lse.double().numpy()
             weight = np.exp(np.minimum(o["sinks"][:, None] - exact.lse, 0))
-            room = weight * np.abs(terms).sum(-1) * (1e-5 + 4 * oracle.EPS * np.abs(exact.lse))
+            size = np.abs(terms).sum(-1) + np.abs(added)
+            room = weight * size * (1e-5 + 4 * oracle.EPS * np.abs(exact.lse))
             grad = trained["sinks"].grad.numpy()
-            close("sinks", grad, -(weight * terms.sum(-1)).sum((0, 2)), room.sum((0, 2)), "float32")
+            total = -(weight * (terms.sum(-1) - added)).sum((0, 2))
+            close("sinks", grad, total, room.sum((0, 2)), "float32")

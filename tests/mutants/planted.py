@@ -25,6 +25,7 @@ FLOATS = "tests/cpu/test_combinations.py -k test_floats_by_pairs"
 PLANNED_INT8 = "tests/test_plans.py tests/cpu/test_quantize.py"
 FLOAT_VALUES = "tests/cpu/test_int8_float_values.py"
 BACKWARD = "tests/cpu/test_backward.py tests/cpu/test_backward_arrays.py"
+OF_LSE = "tests/cpu/test_option_gradients.py -k lse"
 UNSEEN = "tests/cpu/test_unseen.py"
 OVERFLOW = "tests/test_overflow.py"
 VALIDATION = "tests/test_validation.py"
@@ -270,6 +271,31 @@ MUTANTS = [
         OVERFLOW,
     ),
     # ---- gradients
+    Mutant(
+        "cpu/backward/held.py",
+        "delta -= np.float64(given.grad_lse[n, i])",
+        "delta += np.float64(given.grad_lse[n, i])",
+        OF_LSE,
+    ),
+    Mutant("dispatch/option_gradients.py", "delta -= grad_lse", "delta += grad_lse", OF_LSE),
+    Mutant(
+        "cuda/kernels/backward_rows.py",
+        "total -= ptx.load_global_f32(pointers[4] + place)",
+        "total += ptx.load_global_f32(pointers[4] + place)",
+        "tests/cuda/test_flash_backward.py -k computed_from_the_lse",
+    ),
+    Mutant(
+        "torch/nodes.py",
+        "*options, False, False, grad_lse)",
+        "*options, False, False, None)",
+        "tests/pytorch/test_torch_gradients.py -k computed_from_the_lse",
+    ),
+    Mutant(
+        "torch/flex.py",
+        "grad_out, *tensors, grad_lse)",
+        "grad_out, *tensors, None)",
+        "tests/pytorch/test_torch_gradients.py -k computed_from_the_lse",
+    ),
     Mutant("cpu/backward/held.py", "abs(lse) < LARGEST_LSE", "abs(lse) <= np.inf", BACKWARD),
     Mutant("cpu/backward/tiled.py", "return max(1.0, abs(problem.scale))", "return 0.0", BACKWARD),
     Mutant(

@@ -178,9 +178,70 @@ def test_equal_bits_every_time():
         assert torch.equal(mine, again)
 
 
-def test_the_lse_has_no_gradient():
-    out, lse = nt.attention(Q.clone().requires_grad_(), K, V, return_lse=True)
-    assert out.requires_grad and not lse.requires_grad
+def exact_with_lse(q, k, v, **options):
+    """Output and LSE in float64."""
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if options.get("is_causal"):
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    if "sinks" in options:
+        lse = torch.logaddexp(lse, options["sinks"].double()[:, None])
+    return (scores - lse[..., None]).exp() @ v, lse
+
+
+WAYS = {
+    "attention": lambda *x, **o: nt.attention(*x, return_lse=True, **o),
+    "flex_attention": lambda *x: nt.flex_attention(*x, return_lse=True),
+    "torch.compile": torch.compile(
+        lambda *x, **o: nt.attention(*x, return_lse=True, **o), backend="aot_eager", dynamic=False
+    ),
+    "checkpoint": lambda *x, **o: checkpoint(
+        lambda *x: nt.attention(*x, return_lse=True, **o), *x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [(way, {}) for way in WAYS]
+    + [("attention", {"is_causal": True, "sinks": draw(4, seed=5)}), ("attention", "trained")],
+)
+@pytest.mark.parametrize("parts", ["lse", "out and lse"])
+def test_what_is_computed_from_the_lse(way, options, parts):
+    """First calls and equal ones, with and without a gradient of the output."""
+    trained = options == "trained"
+    options = {"sinks": draw(4, seed=5)} if trained else options
+    with_lse = draw(2, 4, 5, seed=6)
+
+    def loss(out, lse):
+        found = (lse.double() * with_lse).sum()
+        return found if parts == "lse" else found + out.double().pow(2).sum()
+
+    def derive(function, arrays):
+        arrays = [x.clone().requires_grad_() for x in arrays]
+        own = dict(options)
+        if trained:
+            own["sinks"] = own["sinks"].clone().requires_grad_()
+            arrays.append(own["sinks"])
+        result = loss(*function(*arrays[:3], **own))
+        found = torch.autograd.grad(result, arrays, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(arrays, found, strict=True)]
+
+    want = derive(exact_with_lse, [x.double() for x in (Q, K, V)])
+    for _ in range(2):
+        for mine, right in zip(derive(WAYS[way], (Q, K, V)), want, strict=True):
+            torch.testing.assert_close(mine.double(), right.double(), atol=3e-6, rtol=0)
+
+
+def test_results_that_nothing_is_computed_from():
+    q = Q.clone().requires_grad_()
+    for function in (nt.attention, nt.flex_attention):
+        out, lse = function(q, K, V, return_lse=True)
+        assert out.requires_grad and lse.requires_grad
+        (found,) = torch.autograd.grad(lse.sum(), q, retain_graph=True)
+        again, _ = torch.autograd.grad((out.sum() * 0 + lse.sum(), lse.sum()), (q, q))
+        torch.testing.assert_close(again, 2 * found)
 
 
 def test_no_second_derivative():
@@ -288,6 +349,9 @@ def test_a_batch_of_gradients():
     torch.testing.assert_close(found.double(), want, atol=1e-6, rtol=0)
     with pytest.raises(UnsupportedError, match="a batch of gradients"):
         jacobian(lambda x: nt.flex_attention(x, k, v), q, vectorize=True)
+    found = jacobian(lambda x: nt.attention(x, k, v, return_lse=True)[1], q, vectorize=True)
+    want = jacobian(lambda x: exact_with_lse(x, k.double(), v.double())[1], q.double())
+    torch.testing.assert_close(found.double(), want, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

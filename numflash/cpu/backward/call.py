@@ -123,12 +123,13 @@ def _found_at(at, p):
 
 @functools.cache
 def make_call(isa: str) -> Callable[..., bool]:
-    """call(q, k, v, do, out, lse, dq, dk, dv, scores, room, numbers, reals) -> whether float32 does
+    """call(q, k, v, do, out, lse, grad_lse, dq, dk, dv, scores, room, numbers, reals) -> whether float32 does
     not hold all rows.
 
-    q, k, v, do, out, lse, dq, dk, dv, scores, room : addresses of q (B, H, L, D), k (B, Hkv, S, D),
-        v (B, Hkv, S, Dv), do and out (B, H, L, Dv) and lse (B, H, L), of the results, shaped like q,
-        k and v, and (B, H, L, S) zeros or 0, all contiguous float32; of scratch memory
+    q, k, v, do, out, lse, grad_lse : addresses of q (B, H, L, D), k (B, Hkv, S, D), v (B, Hkv, S,
+        Dv), do and out (B, H, L, Dv), lse (B, H, L) and its gradient or 0, all contiguous float32
+    dq, dk, dv, scores, room : of the results, shaped like q, k and v, and (B, H, L, S) zeros or 0,
+        float32 as well; of scratch memory
     """
     tiles = FLOAT_ISAS[isa]
     narrow = tiles.group == 2  # the operands of products are bfloat16
@@ -180,7 +181,7 @@ def make_call(isa: str) -> Callable[..., bool]:
         )
 
     @kernel
-    def call(q, k, v, do, out, lse, dq, dk, dv, scores, room, numbers, reals):
+    def call(q, k, v, do, out, lse, grad_lse, dq, dk, dv, scores, room, numbers, reals):
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = RealNumbers(*unpacked(reals, REALS))
@@ -193,6 +194,7 @@ def make_call(isa: str) -> Callable[..., bool]:
             array_at(do, of_rows, np.float32),
             array_at(out, of_rows, np.float32),
             array_at(lse, rows, np.float32),
+            array_at(grad_lse, (n if grad_lse != 0 else 0, p.length), np.float32),
             array_at(o.key_lengths, (p.batch,), np.int64),
             f.largest_scale,
             p.bounds != 0,

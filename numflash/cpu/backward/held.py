@@ -24,6 +24,7 @@ class Given(NamedTuple):
     """Contiguous float32 arrays of N query heads and Nkv KV heads, and a problem's numbers.
 
     q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv), out (N, L, Dv), lse (N, L)
+    grad_lse : (N, L), or (0, L) for a gradient of 0
     key_lengths : (B,) int64
     scale : float64, at least 1
     bounds : bool, whether a key that is not finite may have a finite score: softcap and score functions
@@ -36,6 +37,7 @@ class Given(NamedTuple):
     do: np.ndarray
     out: np.ndarray
     lse: np.ndarray
+    grad_lse: np.ndarray
     key_lengths: np.ndarray
     scale: float
     bounds: bool
@@ -48,7 +50,7 @@ class Found(NamedTuple):
         the largest float
     hidden : (Nkv, S) bool, keys beyond their sequence's length or that are not finite
     lse : (N, padded L) float32 in units of log2, +inf for rows that are left out or not there
-    delta : (N, padded L) float32 rowsum(dO * O), 0 for those
+    delta : (N, padded L) float32 rowsum(dO * O) - dLSE, 0 for those
     exact_delta : (N, L) float64, of all rows
     largest : (Nkv, chunks of S, 2) int32, bits of the largest magnitudes of keys and values, of finite
         ones unless the problem `bounds` scores
@@ -133,6 +135,8 @@ def _examine_rows(task, given, found):
                 _magnitude(largest_bits(given.do[n, i])),
             )
             lse, delta = np.float64(given.lse[n, i]), _dot(given.do[n, i], given.out[n, i])
+            if given.grad_lse.size > 0:
+                delta -= np.float64(given.grad_lse[n, i])
             held = _is_held(q, do, k, v, delta, lse, widths, given.scale)
             found.skip[n, i], found.exact_delta[n, i] = not held, delta
         found.lse[n, i] = F(lse * LOG2E) if held else F(np.inf)

@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     skip : (N, L) bool, rows of q and do that may hold anything
     hidden : (Nkv, S) bool, rows of k and v that may
     lse : (N, padded L) in units of log2, +inf for a row that takes no part
-    delta : (N, padded L) rowsum(dO * O)
+    delta : (N, padded L) rowsum(dO * O) - dLSE
     """
 
     q: np.ndarray

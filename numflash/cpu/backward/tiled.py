@@ -76,7 +76,7 @@ class GradientPlan:
     def run(self, operands: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
         """Gradients of the rows that float32 holds: which rows it does not, and the delta of all.
 
-        operands : addresses of q, k, v, do, out, lse, dq, dk, dv and scores, as `call.make_call`
+        operands : addresses of q, k, v, do, out, lse, grad_lse, dq, dk, dv and scores, as `call.make_call`
             takes them
 
         Returns

@@ -21,7 +21,7 @@ from .tensors import Again
 
 Keep = Callable[[Callable[..., Any]], None]
 FORWARD = ("query", "key", "value", "attn_mask", "sinks")
-BACKWARD = ("query", "key", "value", "attn_mask", "grad_out", "out", "lse")
+BACKWARD = ("query", "key", "value", "attn_mask", "grad_out", "out", "lse", "grad_lse")
 
 
 def attention(
@@ -144,6 +144,7 @@ def attention_backward(
     value: Any,
     out: Any,
     lse: Any,
+    grad_lse: Any,
     options: Options,
     keep: Keep | None = None,
 ) -> tuple[Any, Any, Any]:
@@ -154,7 +155,9 @@ def attention_backward(
     Sinks are in the LSE already. `keep` is given what computes equal calls, as in `attention`.
     """
     grad_out = dense(grad_out)
-    operands = Operands(BACKWARD, (query, key, value, options.attn_mask, grad_out, out, lse))
+    operands = Operands(
+        BACKWARD, (query, key, value, options.attn_mask, grad_out, out, lse, grad_lse)
+    )
     small = ("key_lengths", options.key_lengths), ("alibi_slopes", options.alibi_slopes)
     (dq, dk, dv, _), plan = run(operands, small, options, lambda: _backward(operands, options))
     if keep is not None:
@@ -174,7 +177,10 @@ def _backward(operands: Operands, options: Options) -> LaunchPlan:
         ("grad_out", (*lead, problem.shape[6]), taken[0].dtype),
         ("out", (*lead, problem.shape[6]), taken[0].dtype),
         ("lse", lead, "float32"),
+        ("grad_lse", lead, "float32"),
     ):
+        if name == "grad_lse" and operands.given[BACKWARD.index(name)] is None:
+            continue
         remote = operands.take(name)
         if remote.dtype != dtype:
             raise ArgumentTypeError(f"{name}: got dtype {remote.dtype}; allowed on a card: {dtype}")
@@ -187,7 +193,7 @@ def _backward(operands: Operands, options: Options) -> LaunchPlan:
         validation.tensor(name, x, layout)
         for name, x in (("grad_out", given[0]), ("out", given[1]))
     )
-    rows = validation.tensor("lse", given[2][..., None], layout)[..., 0]
+    lse, *others = (validation.tensor("lse", x[..., None], layout)[..., 0] for x in given[2:])
     device = operands.device()
     made: list[Made] = [(n, x.array.shape, x.dtype) for n, x in enumerate(taken, 1)]
     made.append((1, launch_backward.statistics_shape(problem), "float32"))
@@ -196,7 +202,7 @@ def _backward(operands: Operands, options: Options) -> LaunchPlan:
         validation.tensor(name, x, layout)
         for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)
     ]
-    work = launch_backward.plan(problem, grad, o, rows, device.arch, (*results, stats))
+    work = launch_backward.plan(problem, grad, o, lse, device.arch, (*results, stats), *others)
     return LaunchPlan(device, work.launches, made)
 
 

@@ -19,13 +19,12 @@ from .scores import LOG2E, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
-# pointers: q, k, v, dO, O, LSE, sum_a, sum_b, diagonal, key_lengths, mask, bias, slopes
+# pointers: q, k, v, dO, O, LSE, sum_a, sum_b, diagonal, key_lengths, mask, bias, slopes; with `of_lse`
+# dLSE
 # strides in bytes of the mask, then of the bias: batch, head, query, key
 # sizes: queries, keys, d, dv, query heads, left, right
 # factors: scale * log2(e), scale, softcap * log2(e)
-SIGNATURE = types.void(
-    types.UniTuple(u64, 13), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 3)
-)
+REST = types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 3)
 
 
 def make_row(width: int) -> tuple[Any, Any, Any, Any]:
@@ -76,6 +75,7 @@ def backward_float32(
     softcap: bool = False,
     alibi: bool = False,
     folded: bool = False,
+    of_lse: bool = False,
 ) -> Source:
     """The kernel for head sizes up to d and dv, multiples of 32.
 
@@ -91,7 +91,7 @@ def backward_float32(
     # their own would all take as arguments.
     def backward(pointers, strides, sizes, factors):
         q, k, v, grad, out, lse_at, out_a, out_b, diagonals, lengths, mask_at, bias_at, slopes = (
-            pointers
+            pointers[:13]
         )
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale_log2, scale, cap = factors
@@ -175,11 +175,10 @@ def backward_float32(
                         g = dot_b(b, other_b, dv_left, lane)
                         row = cuda.local.array(dv_parts, f32)
                         load_b(row, grad + q_at * u64(dv_left * 4), dv_left, lane)
-                        ds = (
-                            p
-                            * (g - dot_b(row, out + q_at * u64(dv_left * 4), dv_left, lane))
-                            * slope
-                        )
+                        delta = dot_b(row, out + q_at * u64(dv_left * 4), dv_left, lane)
+                        if of_lse:
+                            delta -= ptx.load_global_f32(pointers[13] + q_at * u64(4))
+                        ds = p * (g - delta) * slope
                         add_a(
                             sum_a,
                             ds,
@@ -195,4 +194,5 @@ def backward_float32(
             if of_keys:
                 store_b(sum_b, out_b + at * u64(dv_left * 4), f32(1), dv_left, lane)
 
-    return Source(backward, SIGNATURE, 32 * WARPS)
+    pointers = types.UniTuple(u64, 14 if of_lse else 13)
+    return Source(backward, types.void(pointers, *REST), 32 * WARPS)

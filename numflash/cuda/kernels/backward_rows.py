@@ -1,6 +1,6 @@
 """What the backward passes need of a row, made once.
 
-LSE in units of log2, and D = rowsum(dO * O), summed in one order.
+LSE in units of log2, and D = rowsum(dO * O) - dLSE, summed in one order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 LANES, ROWS = 8, 16  # lanes per row, rows per block
 INFINITE, NAN = f32(math.inf), f32(math.nan)
 
-# pointers: dO, O, LSE (B, H, L), statistics (B, H, padded L, 2)
+# pointers: dO, O, LSE (B, H, L), statistics (B, H, padded L, 2); with `of_lse` dLSE (B, H, L)
 # strides in bytes: batch, head, row of dO and O
 # sizes: queries, bytes per row, query heads, padded L
-SIGNATURE = types.void(types.UniTuple(u64, 4), types.UniTuple(i64, 6), types.UniTuple(i32, 4))
+REST = types.UniTuple(i64, 6), types.UniTuple(i32, 4)
 
 
-def backward_rows(dv: int, dtype: str = "float16", folded: bool = False) -> Source:
+def backward_rows(
+    dv: int, dtype: str = "float16", folded: bool = False, of_lse: bool = False
+) -> Source:
     """The kernel for rows of up to `dv` numbers, a multiple of 8.
 
     A row that attends to nothing has LSE -inf and gets +inf here, as rows beyond the last: their
@@ -36,7 +38,7 @@ def backward_rows(dv: int, dtype: str = "float16", folded: bool = False) -> Sour
     find_block = make_find_block(ROWS, folded=folded)
 
     def rows(pointers, strides, sizes):
-        grad, out, lse_at, stats = pointers
+        grad, out, lse_at, stats = pointers[:4]
         queries, bytes_left, heads, padded = sizes
         thread = i32(cuda.threadIdx.x)
         first, head, batch = find_block(padded)
@@ -72,10 +74,10 @@ def backward_rows(dv: int, dtype: str = "float16", folded: bool = False) -> Sour
         if lane == 0 and row < padded:
             lse = INFINITE
             if row < queries:
-                lse = (
-                    ptx.load_global_f32(lse_at + u64(((batch * heads + head) * queries + row) * 4))
-                    * LOG2E
-                )
+                place = u64(((batch * heads + head) * queries + row) * 4)
+                lse = ptx.load_global_f32(lse_at + place) * LOG2E
+                if of_lse:
+                    total -= ptx.load_global_f32(pointers[4] + place)
                 if lse == NEG_INF:
                     lse = INFINITE
                 if total - total != f32(0):
@@ -84,4 +86,5 @@ def backward_rows(dv: int, dtype: str = "float16", folded: bool = False) -> Sour
             pair[0], pair[1] = ptx.bits(lse), ptx.bits(total)
             ptx.store_global_v2(stats + u64(((batch * heads + head) * padded + row) * 8), pair, 0)
 
-    return Source(rows, SIGNATURE, LANES * ROWS)
+    pointers = types.UniTuple(u64, 5 if of_lse else 4)
+    return Source(rows, types.void(pointers, *REST), LANES * ROWS)
