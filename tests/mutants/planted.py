@@ -231,14 +231,14 @@ MUTANTS = [
     Mutant(GROUP_WEIGHTS, "sums[t] = sums[t] * shrink", "sums[t] = sums[t]", FLOATS),
     Mutant(
         GROUP_WEIGHTS,
-        "for j in range(at, at + left):\n                    x[j] = HIDDEN",
-        "for j in range(at, at + left - 1):\n                    x[j] = HIDDEN",
+        "for j in range(at, at + seen):\n                    x[j] = HIDDEN",
+        "for j in range(at, at + seen - 1):\n                    x[j] = HIDDEN",
         FLOATS,
     ),
     Mutant(
         GROUP_WEIGHTS,
-        "for j in range(at + right, end):",
-        "for j in range(at + right + 1, end):",
+        "for j in range(at + seen_stop, end):",
+        "for j in range(at + seen_stop + 1, end):",
         FLOATS,
     ),
     Mutant(
@@ -292,8 +292,8 @@ MUTANTS = [
     ),
     Mutant(
         "torch/flex.py",
-        "grad_out, *tensors, grad_lse)",
-        "grad_out, *tensors, None)",
+        "grad_out, *tensors, grad_lse",
+        "grad_out, *tensors, None",
         "tests/pytorch/test_torch_gradients.py -k computed_from_the_lse",
     ),
     Mutant("cpu/backward/held.py", "abs(lse) < LARGEST_LSE", "abs(lse) <= np.inf", BACKWARD),
@@ -420,10 +420,10 @@ MUTANTS = [
     Mutant(FEW_ROWS, "spoiled[r] = np.uint8(1)", "pass", FEW_ROWS_TESTS),
     Mutant(FEW_ROWS, "return HIDDEN, redo or uncertain", "return HIDDEN, redo", FEW_ROWS_TESTS),
     Mutant(
-        FEW_ROWS, "left + (part + 1) * share)", "left + (part + 1) * share - 1)", FEW_ROWS_TESTS
+        FEW_ROWS, "begin + (part + 1) * share)", "begin + (part + 1) * share - 1)", FEW_ROWS_TESTS
     ),
     Mutant(
-        FEW_ROWS, "for j in range(at, at + min(left, count)):", "for j in range(0):", FEW_ROWS_TESTS
+        FEW_ROWS, "for j in range(at, at + min(seen, count)):", "for j in range(0):", FEW_ROWS_TESTS
     ),
     Mutant(FEW_ROWS, "l[t] = l[t] * shrink", "pass", FEW_ROWS_TESTS),
     Mutant(
@@ -876,8 +876,8 @@ MUTANTS = [
     ),
     Mutant(
         GROUP_WEIGHTS,
-        "for key, stop in ((group.first, a), (z, group.stop)):",
-        "for key, stop in ((group.first, a),):",
+        "for key, stop in ((group.first, full), (full_stop, group.stop)):",
+        "for key, stop in ((group.first, full),):",
         "tests/flex/test_flex_attention.py",
     ),
     Mutant(

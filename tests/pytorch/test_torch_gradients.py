@@ -181,6 +181,9 @@ def test_equal_bits_every_time():
 def exact_with_lse(q, k, v, **options):
     """Output and LSE in float64."""
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if options.get("score_mod"):
+        at = [torch.arange(n) for n in scores.shape]
+        scores = options["score_mod"](scores, None, None, at[2][:, None], at[3])
     if options.get("is_causal"):
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -192,7 +195,7 @@ def exact_with_lse(q, k, v, **options):
 
 WAYS = {
     "attention": lambda *x, **o: nt.attention(*x, return_lse=True, **o),
-    "flex_attention": lambda *x: nt.flex_attention(*x, return_lse=True),
+    "flex_attention": lambda *x, **o: nt.flex_attention(*x, return_lse=True, **o),
     "torch.compile": torch.compile(
         lambda *x, **o: nt.attention(*x, return_lse=True, **o), backend="aot_eager", dynamic=False
     ),
@@ -205,6 +208,7 @@ WAYS = {
 @pytest.mark.parametrize(
     ("way", "options"),
     [(way, {}) for way in WAYS]
+    + [("flex_attention", {"score_mod": lambda s, b, h, q, k: s * 2 + 0.1 * (q - k)})]
     + [("attention", {"is_causal": True, "sinks": draw(4, seed=5)}), ("attention", "trained")],
 )
 @pytest.mark.parametrize("parts", ["lse", "out and lse"])
@@ -231,7 +235,7 @@ def test_what_is_computed_from_the_lse(way, options, parts):
     want = derive(exact_with_lse, [x.double() for x in (Q, K, V)])
     for _ in range(2):
         for mine, right in zip(derive(WAYS[way], (Q, K, V)), want, strict=True):
-            torch.testing.assert_close(mine.double(), right.double(), atol=3e-6, rtol=0)
+            torch.testing.assert_close(mine.double(), right.double(), atol=1e-5, rtol=0)
 
 
 def test_results_that_nothing_is_computed_from():
