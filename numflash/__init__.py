@@ -6,7 +6,8 @@
 >>> numflash.attention(query, key, value, is_causal=True, precision="int8").shape
 (1, 8, 128, 64)
 
-attention, attention_int8, attention_varlen, attention_backward : on arrays (B, H, L, D)
+attention, attention_int8, attention_backward : on arrays (B, H, L, D)
+attention_varlen, attention_varlen_backward : on packed sequences (total, H, D)
 flex_attention, create_block_mask, and_masks, or_masks, BlockMask : your own score and mask functions
 KVCache : keys and values of a model that generates tokens
 DecodeEngine : a KVCache behind a state machine, a token at a time
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
         attention,
         attention_backward,
         attention_int8,
-        attention_varlen,
         explain,
     )
     from .cache.engine import DecodeEngine
@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from .measure.metrics import accuracy
     from .numerics.merge import merge_states
     from .numerics.quantization import QuantizedTensor, quantize, quantize_qkv
+    from .varlen import attention_varlen, attention_varlen_backward
 
     __version__: str
 
@@ -48,7 +49,8 @@ _PUBLIC = {
     "attention": "api",
     "attention_backward": "api",
     "attention_int8": "api",
-    "attention_varlen": "api",
+    "attention_varlen": "varlen",
+    "attention_varlen_backward": "varlen",
     "explain": "api",
     "accuracy": "measure.metrics",
     "merge_states": "numerics.merge",
@@ -83,6 +85,7 @@ __all__ = [
     "attention_backward",
     "attention_int8",
     "attention_varlen",
+    "attention_varlen_backward",
     "create_block_mask",
     "explain",
     "flex_attention",

@@ -12,7 +12,6 @@ from . import validation
 from .dispatch import call_keys, plan_store
 from .dispatch.backends import solve, solve_backward
 from .dispatch.option_gradients import OPERANDS, of_mask, of_sinks, refuse_on_card, split_wrt
-from .dispatch.packed import solve_packed
 from .errors import UnsupportedError
 from .interop.arguments import choice, refuse_unknown
 from .interop.arrays import deliver, import_array, on_device, restore
@@ -403,93 +402,6 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
         if problem.return_lse
         else restore(out, ndim, "bhld")
     )
-
-
-VARLEN_OPTIONS = (
-    "scale",
-    "enable_gqa",
-    "window",
-    "alignment",
-    "softcap",
-    "alibi_slopes",
-    "sinks",
-    "precision",
-    "pv",
-)
-
-
-@eager
-def attention_varlen(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    *,
-    is_causal: bool = False,
-    return_lse: bool = False,
-    impl: str = "auto",
-    score_mod: Any = None,
-    mask_mod: Any = None,
-    **options: Any,
-) -> Any:
-    """Attention over sequences packed one behind the other, each on its own.
-
-    Parameters
-    ----------
-    query : (total_q, H, D) array
-        Of the kinds and dtypes that `attention` takes.
-    key, value : (total_k, Hkv, D) and (total_k, Hkv, Dv) arrays
-    cu_seqlens_q, cu_seqlens_k : (N + 1,) integers
-        Cumulative lengths: sequence n is rows cu[n] to cu[n + 1]; the first is 0, the last the
-        total.
-    is_causal : bool
-        A row attends to no key of its sequence beyond its diagonal.
-    return_lse : bool
-        Also return the log-sum-exp of each row.
-    impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
-        As `attention` takes it.
-    scale, enable_gqa, window, alignment, softcap, sinks, precision, pv
-        As `attention` takes them.
-    alibi_slopes : (H,) or (1, H)
-        As `attention` takes them, the same for all sequences.
-    score_mod, mask_mod : functions as for `flex_attention`, or None
-        b is the number of the sequence, q_idx and kv_idx count from its first row and key.
-
-    Returns
-    -------
-    out : (total_q, H, Dv), of the kind and dtype of query (float32 for float64)
-    lse : (total_q, H) float32, natural log; only with `return_lse`
-
-    Raises
-    ------
-    ArgumentError, ArgumentTypeError, UnsupportedError
-    """
-    call = None
-    if score_mod is mask_mod is None:
-        given = (is_causal, return_lse, *options.items())
-        call = call_keys.key_of_packed(
-            (query, key, value), (cu_seqlens_q, cu_seqlens_k), given, impl
-        )
-        plan = plan_store.find(call)
-        if plan is not None:
-            return plan(query, key, value)
-    named = ("is_causal", "return_lse", "impl", "score_mod", "mask_mod")
-    refuse_unknown("attention_varlen", options, (*VARLEN_OPTIONS, *named))
-    choice("impl", impl, IMPLS)
-    asked = Options(is_causal=is_causal, return_lse=return_lse, layout="blhd", **options)
-    operands = validation.import_operands(query, key, value)
-    cuts = validation.cuts_of(operands, cu_seqlens_q, cu_seqlens_k)
-    whole = validation.problem_of(operands, asked)
-    functions = None
-    if score_mod is not None or mask_mod is not None:
-        from .flex.attention import of_sequences
-
-        functions = of_sequences(score_mod, mask_mod, whole, impl)
-    out, lse, parts = solve_packed(whole, cuts, asked.alignment, functions, impl)
-    if call is not None:
-        plan_store.keep_packed(call, parts, cuts, operands[0], asked, impl)
-    return deliver(out, lse, operands[0], return_lse)
 
 
 @eager

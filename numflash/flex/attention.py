@@ -64,13 +64,19 @@ def fuse(
 
 
 def of_sequences(
-    score_mod: ScoreFunction | None, mask_mod: Any, whole: Problem, impl: str
+    score_mod: ScoreFunction | None,
+    mask_mod: Any,
+    whole: Problem,
+    impl: str,
+    recorded: Prepared | None = None,
 ) -> Callable[[Problem, list[int]], Problem]:
-    """What gives the problem of some sequences, by their numbers, its functions."""
+    """What gives the problem of some sequences, by their numbers, its functions: as they are now, or
+    as they were `recorded`.
+    """
     _supported(whole, impl)
     if mask_mod is None:
         whole, score_mod = _with_option(whole, score_mod)
-    prepared = prepare(score_mod, mask_mod)
+    prepared = prepare(score_mod, mask_mod) if recorded is None else recorded
     prepared.refuse_grad()
 
     def functions(problem: Problem, numbers: list[int]) -> Problem:

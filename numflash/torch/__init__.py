@@ -21,7 +21,7 @@ PyTorch's own:
 torch.Size([1, 8, 128, 64])
 
 `attention` takes what PyTorch's function has no name for (windows, soft caps, sinks, key lengths)
-and returns the log-sum-exp.
+and returns the log-sum-exp; `attention_varlen` takes sequences packed one behind the other.
 
 Tensors are read in place. CPU tensors go to the CPU kernels, on as many threads as PyTorch
 uses; CUDA tensors to those of `numflash.cuda`, on the current stream. Nothing falls back to
@@ -32,5 +32,13 @@ from .checks import SdpaError
 from .flex import flex_attention
 from .routing import use
 from .sdpa import attention, scaled_dot_product_attention
+from .varlen import attention_varlen
 
-__all__ = ["SdpaError", "attention", "flex_attention", "scaled_dot_product_attention", "use"]
+__all__ = [
+    "SdpaError",
+    "attention",
+    "attention_varlen",
+    "flex_attention",
+    "scaled_dot_product_attention",
+    "use",
+]

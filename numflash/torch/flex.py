@@ -95,6 +95,23 @@ class Call(NamedTuple):
         return [x for x in found if not any(x is y for y in trained)]
 
 
+def refuse_changed(recorded: Prepared | None) -> None:
+    """Raise where an array that functions have captured is another than when they were recorded."""
+    if recorded is not None and not recorded.fits():
+        raise ArgumentError(
+            "score_mod: a captured array was changed before the gradients were computed; allowed: arrays that "
+            "stay as they are until then"
+        )
+
+
+def no_batch_of_gradients(*gradients: Tensor | None) -> None:
+    """Raise for gradients that PyTorch has put together to compute them at a time."""
+    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients):
+        raise UnsupportedError(
+            "grad_outputs: got a batch of gradients (is_grads_batched, vectorize); allowed: one at a time"
+        )
+
+
 class _Gradients(torch.autograd.Function):
     """Gradients of query, key and value, of sinks if `wrt` names them, and of `tables`; a function of
     its own, so that theirs are refused.
@@ -112,11 +129,7 @@ class _Gradients(torch.autograd.Function):
         asked = {name: x for name, x in call.options.items() if name != "pv"}  # of "int8" only
         options = Options(sinks=None if sinks is None else sinks.detach(), **asked)
         arrays = tuple(None if x is None else x.detach() for x in tensors)
-        if call.recorded is not None and not call.recorded.fits():
-            raise ArgumentError(
-                "score_mod: a captured array was changed before the gradients were computed; allowed: arrays that "
-                "stay as they are until then"
-            )
+        refuse_changed(call.recorded)
         with pytorch_threads():
             found = differentiate(arrays, options, "auto", call.functions, wrt=wrt, tables=tables)
         return tuple(x if isinstance(x, Tensor) else torch.from_numpy(x) for x in found)
@@ -151,13 +164,9 @@ class _Flex(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        given = [x for x in (grad_out, grad_lse) if x is not None]
-        if not given:  # nothing depends on the results
+        if grad_out is grad_lse is None:  # nothing depends on the results
             return (None,) * len(ctx.needs_input_grad)
-        if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
-            raise UnsupportedError(
-                "grad_outputs: got a batch of gradients (is_grads_batched, vectorize); allowed: one at a time"
-            )
+        no_batch_of_gradients(grad_out, grad_lse)
         saved = ctx.saved_tensors  # which may be read once: a checkpoint computes them then
         tensors, sinks, captured = saved[:5], saved[5], saved[6 : 6 + ctx.trained]
         if grad_out is None:

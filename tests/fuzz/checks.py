@@ -275,6 +275,54 @@ def varlen(c: dict) -> None:
             c["dtype"],
             precision,
         )
+    if c.get("do") and c["precision"] in (
+        None,
+        "float32",
+    ):  # which round no gradient of another kind
+        varlen_gradients(c, (q, k, v), at, given, o, out, lse)
+
+
+def varlen_gradients(
+    c: dict,
+    operands: tuple,
+    at: list[np.ndarray],
+    given: dict,
+    o: dict,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    """Those of each packed sequence; only of finite operands."""
+    do = array(out.shape, c["do"], c["dtype"])
+    of_lse = np.random.default_rng(c["do"]["seed"]).standard_normal(lse.shape).astype(np.float32)
+    extra = {"precision": c["precision"]} if c.get("precision") else {}
+    found = numflash.attention_varlen_backward(
+        do, *operands, out, lse, *at, grad_lse=of_lse, **given, **extra, enable_gqa=c["g"] != c["h"]
+    )
+    precision = c["precision"] or OWN[c["dtype"]]
+    for name, got, like in zip(("dq", "dk", "dv"), found, operands, strict=True):
+        same_kind(name, got, like.shape, c["dtype"])
+    for n in range(len(at[0]) - 1):
+        rows, keys = (slice(x[n], x[n + 1]) for x in at)
+        if rows.start == rows.stop or keys.start == keys.stop:
+            continue
+        named = zip((*operands, do, out), (rows, keys, keys, rows, rows), strict=True)
+        q, k, v, grad, result = (
+            oracle.rounded(x[cut].swapaxes(0, 1)[None], c["dtype"]) for x, cut in named
+        )
+        if not all(np.isfinite(x).all() for x in (q, k, v, grad)):
+            continue
+        q, k, v, grad = (oracle.rounded(x, precision) for x in (q, k, v, grad))
+        states = (x[rows].T[None].astype(np.float64) for x in (lse, of_lse))
+        own, own_gradient = states
+        if (np.abs(own[np.isfinite(own)]) > 2.0**20).any():  # who wins is a matter of the last bit
+            continue
+        want, error = oracle.gradients(q, k, v, grad, o, result, own, precision, own_gradient)
+        for name, x, cut, right, e in zip(
+            ("dq", "dk", "dv"), found, (rows, keys, keys), want, error, strict=False
+        ):
+            got = x[cut].swapaxes(0, 1)[None]
+            e = e + np.where(np.isfinite(right), 0, np.inf)
+            close(name, got, np.where(np.isfinite(right), right, 0), e, c["dtype"])
 
 
 def merge(c: dict) -> None:

@@ -220,6 +220,8 @@ def varlen(rng: Random) -> dict:
     for name in "qkv":
         c[name] = operand(rng, 3, usual, bad and rng.random() < 0.5)
     c["options"] = options(rng, 1, c["h"], 1, 1, c["precision"] == "int8", packed=True)
+    if rng.random() < 0.5:
+        c["do"] = operand(rng, 3, usual, bad and rng.random() < 0.3)
     return c
 
 

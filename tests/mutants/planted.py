@@ -26,6 +26,7 @@ PLANNED_INT8 = "tests/test_plans.py tests/cpu/test_quantize.py"
 FLOAT_VALUES = "tests/cpu/test_int8_float_values.py"
 BACKWARD = "tests/cpu/test_backward.py tests/cpu/test_backward_arrays.py"
 OF_LSE = "tests/cpu/test_option_gradients.py -k lse"
+PACKED_GRADIENTS = "tests/cpu/test_packed_gradients.py"
 UNSEEN = "tests/cpu/test_unseen.py"
 OVERFLOW = "tests/test_overflow.py"
 VALIDATION = "tests/test_validation.py"
@@ -295,6 +296,12 @@ MUTANTS = [
         "grad_out, *tensors, grad_lse",
         "grad_out, *tensors, None",
         "tests/pytorch/test_torch_gradients.py -k computed_from_the_lse",
+    ),
+    Mutant(
+        "dispatch/packed.py",
+        "return problem.changed(query=own(problem.query, 0)), (",
+        "return problem, (",
+        PACKED_GRADIENTS,
     ),
     Mutant("cpu/backward/held.py", "abs(lse) < LARGEST_LSE", "abs(lse) <= np.inf", BACKWARD),
     Mutant("cpu/backward/tiled.py", "return max(1.0, abs(problem.scale))", "return 0.0", BACKWARD),

@@ -1,0 +1,114 @@
+"""numflash.torch.attention_varlen: gradients of packed sequences by autograd."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
+
+import numpy as np
+from torch.utils.checkpoint import checkpoint
+from torch_cases import draw
+
+import numflash.torch as nt
+from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+LENGTHS = (5, 1, 33, 33)
+CU = torch.tensor([0, 5, 6, 39, 72], dtype=torch.int32)
+Q, K, V = (draw(72, heads, 16, seed=n) for n, heads in enumerate((4, 2, 2)))
+SINKS = draw(4, seed=5)
+
+
+def one_by_one(q, k, v, sinks):
+    """Output and LSE of each sequence with `numflash.torch.attention`."""
+    found = []
+    for a, b in zip(CU[:-1].tolist(), CU[1:].tolist(), strict=True):
+        one = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        found.append(
+            nt.attention(*one, is_causal=True, enable_gqa=True, sinks=sinks, return_lse=True)
+        )
+    return (torch.cat([x[n][0].transpose(0, 1) for x in found]) for n in (0, 1))
+
+
+def packed(q, k, v, sinks, **options):
+    return nt.attention_varlen(
+        q, k, v, CU, CU, is_causal=True, enable_gqa=True, sinks=sinks, return_lse=True, **options
+    )
+
+
+def in_a_checkpoint(*arrays):
+    return checkpoint(packed, *arrays, use_reentrant=False)
+
+
+def derive(function, arrays, of=("out", "lse")):
+    arrays = [x.clone().requires_grad_() for x in arrays]
+    out, lse = function(*arrays)
+    loss = 0
+    if "out" in of:
+        loss = loss + (out.float() * draw(*out.shape, seed=9)).sum()
+    if "lse" in of:
+        loss = loss + (lse * draw(*lse.shape, seed=10)).sum()
+    found = torch.autograd.grad(loss, arrays, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(arrays, found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "function", [packed, in_a_checkpoint, torch.compile(packed, backend="eager")]
+)
+@pytest.mark.parametrize("of", [("out",), ("lse",), ("out", "lse")])
+def test_gradients_are_those_of_each_sequence(function, of):
+    want = derive(one_by_one, (Q, K, V, SINKS), of)
+    for _ in range(2):
+        for mine, right in zip(derive(function, (Q, K, V, SINKS), of), want, strict=True):
+            torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precisions(dtype):
+    arrays = [x.to(dtype) for x in (Q, K, V)]
+    want = derive(one_by_one, (*arrays, SINKS))
+    for mine, right in zip(derive(packed, (*arrays, SINKS)), want, strict=True):
+        assert mine.dtype == right.dtype
+        torch.testing.assert_close(mine.float(), right.float(), atol=5e-2, rtol=5e-2)
+
+
+def test_functions_are_those_of_the_call():
+    """Names that a function uses may change before the gradients are computed; arrays may not."""
+    factor, table = 2.0, np.arange(40, dtype=np.float32) / 40
+    arrays = [x.clone().requires_grad_() for x in (Q, K, V)]
+
+    def score_mod(score, b, h, i, j):
+        return score * factor + table[j]
+
+    out = nt.attention_varlen(*arrays, CU, CU, enable_gqa=True, score_mod=score_mod)
+    want = torch.autograd.grad(out.sum(), arrays, retain_graph=True)
+    factor = -5.0
+    for mine, right in zip(torch.autograd.grad(out.sum(), arrays), want, strict=True):
+        assert torch.equal(mine, right)
+    out = nt.attention_varlen(*arrays, CU, CU, enable_gqa=True, score_mod=score_mod)
+    lengths = CU.clone()
+    again = nt.attention_varlen(*arrays, lengths, lengths, enable_gqa=True)
+    want = torch.autograd.grad(again.sum(), arrays, retain_graph=True)
+    lengths[1] = 2
+    for mine, right in zip(torch.autograd.grad(again.sum(), arrays), want, strict=True):
+        assert torch.equal(mine, right)
+
+
+def test_inference_and_what_is_refused():
+    with torch.no_grad():
+        out = nt.attention_varlen(Q, K, V, CU, CU, enable_gqa=True, precision="int8")
+    assert out.shape == Q.shape and not out.requires_grad
+    q = Q.clone().requires_grad_()
+    with pytest.raises(ArgumentError, match="precision: got 'int8' with inputs that require grad"):
+        nt.attention_varlen(q, K, V, CU, CU, enable_gqa=True, precision="int8")
+    slopes = torch.ones(4, requires_grad=True)
+    with pytest.raises(ArgumentError, match="alibi_slopes: got a tensor that requires grad"):
+        nt.attention_varlen(q, K, V, CU, CU, enable_gqa=True, alibi_slopes=slopes)
+    with pytest.raises(ArgumentTypeError, match="query: got ndarray; allowed: a tensor"):
+        nt.attention_varlen(Q.numpy(), K, V, CU, CU, enable_gqa=True)
+    with pytest.raises(ArgumentTypeError, match="attn_mask"):
+        nt.attention_varlen(q, K, V, CU, CU, enable_gqa=True, attn_mask=None)
+    out = nt.attention_varlen(q, K, V, CU, CU, enable_gqa=True)
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="gradient of a gradient"):
+        torch.autograd.grad(first.sum(), q)
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.vmap(lambda x: nt.attention_varlen(x, K, V, CU, CU, enable_gqa=True))(Q[None])
