@@ -98,14 +98,19 @@ check("00.1", mebibytes)
 # Let us count that. `ladder_float.naive` is the definition as a compiled kernel, one loop for each line above. It is the first **rung**
 # of a ladder: the course climbs from it to a fast kernel, one change per rung.
 #
-# `@kernel` is Numba's compiler with this package's options: it turns a Python function of loops into machine code. (`float_math=True` is
-# one of them: the compiler may add floats in another order than the one written. Chapter 05 shows what it does with that.) The first call
-# compiles, which takes seconds; the calls after it run the machine code. There is one machine code for each combination of argument
-# types, so float32 and float64 arrays are compiled separately. Inside, a loop over single numbers is fast, while each temporary array (as
-# in `a + b` of two arrays) costs memory and time. A literal like 0.5 is a float64 and turns what it meets into float64; `np.float32(0.5)`
-# does not. `.py_func` is the Python function itself, which we print; called, it runs in the interpreter, where a mistake is easier to
-# find. Four names occur in all float kernels: `F` is float32, `dot(a, b)` is the dot product of two rows, `add_scaled(o, w, v)` is o += w
-# * v, and `multiply(x, f)` is x *= f.
+# `@kernel` is Numba's compiler with this package's options: it turns a Python function of loops into machine code. What you need to know
+# of it:
+#
+# * The first call compiles, which takes seconds. The calls after it run the machine code.
+# * There is one machine code for each combination of argument types, so float32 and float64 arrays are compiled separately.
+# * A loop over single numbers is fast. Each temporary array (as in `a + b` of two arrays) costs memory and time.
+# * A literal like 0.5 is a float64 and turns what it meets into float64; `np.float32(0.5)` does not.
+# * `.py_func` is the Python function itself, which we print. If you call it, it runs in the interpreter, where a mistake is easier to find.
+# * `float_math=True` is an option: the compiler may add floats in another order than the one written. (Chapter 05 shows what it does with
+#   that.)
+#
+# Four names occur in all float kernels: `F` is float32, `dot(a, b)` is the dot product of two rows, `add_scaled(o, w, v)` is o += w * v,
+# and `multiply(x, f)` is x *= f.
 
 # %%
 print(inspect.getsource(ladder_float.naive.py_func))
@@ -136,8 +141,8 @@ assert np.abs(out - exact).max() < 1e-6
 # %% [markdown]
 # Each row reads every key. When the next row starts, the first keys have left the cache again. So K and V come from memory once *per
 # row*: 96 times. The matrix of scores (`s`) does not fit either. Each of its lines comes into the cache three times: to receive the scores,
-# for the softmax, and for P V. (Also a line that is only written must come first, because a store changes a part of it.) Twice it goes
-# back to memory changed: with the scores, then with the weights. That is five trips of the matrix.
+# for the softmax, and for P V. (A line that is only written comes from memory too, because a store changes only a part of it.) Twice it
+# goes back to memory changed: with the scores, then with the weights. That is five trips of the matrix.
 #
 # ## The tiled loop
 #
@@ -221,12 +226,16 @@ bars(axes[2], {name: r.moved / 1e3 for name, r in runs.items()} | {"each once": 
 # %% [markdown]
 # ## When memory decides, and when it does not
 #
-# No order of work moves less than Q, K, V and O once each. A kernel needs at least the larger of two times: the bytes that it moves,
-# divided by what the memory delivers per second; and its operations, divided by what the processor computes per second. The larger one is
-# called its limit. The naive kernel moves its score matrix five times, as counted above. A kernel like `tiled`, which does all steps for
-# one tile before the next, is called *fused*; with a tile that fits the cache it does not move the matrix at all. For one core of this
-# machine with measured figures, and for an H100 GPU with those of its data sheet (989 TFLOP/s of float16 products, 3.35 TB/s; 2 bytes a
-# number):
+# No order of work moves less than Q, K, V and O once each. A kernel needs at least the larger of two times:
+#
+# * the bytes that it moves, divided by what the memory delivers per second,
+# * its operations, divided by what the processor computes per second.
+#
+# The larger one is called its limit. The naive kernel moves its score matrix five times, as counted above. A kernel like `tiled`, which
+# does all steps for one tile before the next, is called *fused*; with a tile that fits the cache it does not move the matrix at all.
+#
+# The table below has these times for two machines: one core of this machine, with measured figures, and an H100 GPU, with the figures of
+# its data sheet (989 TFLOP/s of float16 products, 3.35 TB/s; 2 bytes a number).
 #
 # (`roof()` measures the most that this machine can do, its *peaks*, with loops that do nothing else. 1 GFLOP/s is 10^9 operations on
 # floats per second, 1 TFLOP/s a thousand times that; GOP/s counts operations on integers in the same way. The peak of INT8, integers of
@@ -247,11 +256,13 @@ table(["one head", "arithmetic, ms", "scores to memory, ms", "Q, K, V, O once, m
 # %% [markdown]
 # On the H100 the trips of the scores take 6 to 12 times as long as the arithmetic: with a naive kernel the arithmetic units wait most of
 # the time. That is why FlashAttention was invented. (The scores of one head, 32 MiB at L = 4096, would fit the H100's second-level cache
-# of 50 MB; those of the 32 heads of a layer do not.) One CPU core computes thousands of times more slowly than the H100, but its memory
-# is only about a hundred times slower. So its first two columns are of the same order (at D = 64 nearly equal on the machine of this
-# page), and large caches hold a part of the matrix. (A processor has caches of several sizes, one behind the other; the 1 MiB of scores
-# at L = 512 stays in the second or the third of them.) So on a CPU core tiling alone gains little; chapter 02 measures it. But once the
-# arithmetic is made fast (chapters 05 to 07), memory would be the limit, and tiling prevents that.
+# of 50 MB; those of the 32 heads of a layer do not.)
+#
+# One CPU core computes thousands of times more slowly than the H100, but its memory is only about a hundred times slower. So its first two
+# columns are of the same order (at D = 64 nearly equal on the machine of this page), and large caches hold a part of the matrix. (A
+# processor has caches of several sizes, one behind the other; the 1 MiB of scores at L = 512 stays in the second or the third of them.) So
+# on a CPU core tiling alone gains little; chapter 02 measures it. But once the arithmetic is made fast (chapters 05 to 07), memory would be
+# the limit, and tiling prevents that.
 #
 # **Exercise 3.** A *fused* kernel moves Q, K, V and O once, and no scores. Its times are the columns "arithmetic" and "Q, K, V, O once":
 # one grows with L squared, the other with L. So a short sequence is limited by memory, a long one by arithmetic. At which L are the two

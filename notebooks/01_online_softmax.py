@@ -77,7 +77,7 @@ drawings.online_softmax((1, 3, 2, 6, 5, 6))
 # A kernel takes a *block* of scores at a time: one maximum of the block, one shrink, then the weights of the whole block.
 #
 # **Exercise 1.** Write one step: take the state (m, l, o) and the scores `s` (n,) and values `v` (n, d) of one block. Return the new
-# state as a tuple. The first state is (-inf, 0, zeros).
+# state as a tuple. The first state is (-inf, 0, zeros). Weights are powers of two, not of e. o is not divided here.
 
 # %% tags=["exercise"]
 def step(state, s, v):
@@ -143,8 +143,8 @@ check("01.3", tiled_attention)
 
 # %% [markdown]
 # That was FlashAttention, in the order of its second version: queries outside, keys inside, one division at the end. (In the first version
-# the keys are outside, and O is rescaled in every block.) What a fast kernel adds is *how* each of the five steps is computed: registers instead of arrays (chapter 06),
-# and all steps of a tile in one loop over compiled code (chapter 07). The order stays the one that you wrote.
+# the keys are outside, and O is rescaled in every block.) What a fast kernel adds is *how* each of the five steps is computed: in registers
+# instead of arrays (chapter 06), and all steps of a tile in one compiled loop (chapter 07). The order stays the one that you wrote.
 #
 # **Exercise 4.** o is divided by l once, after the last block. One could also divide it after every block, and multiply back before the
 # next one. How many numbers are divided for a row of D = 128 channels with 32 key blocks in each case? (A kernel may multiply by 1 / l

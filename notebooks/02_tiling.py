@@ -41,7 +41,7 @@ print({level: f"{size / 1024:.0f} KiB" for level, size in caches.levels()}, f"li
 # The inner loop of fused attention uses a tile of Q, a block of K and one of V, the scores between them, and the rows of O to which the
 # values are added. The sum of their bytes is the *working set*. It should fit a cache that delivers bytes as fast as the loop loads them.
 # In this package the block sizes of a kernel are a table, a *tiling*, which can print its parts. The example is one for the A64FX, the
-# processor of the supercomputer Fugaku; the names of its parts are those of chapter 00.
+# processor of the supercomputer Fugaku. The names of its parts are those of chapter 00.
 
 # %%
 example = TILINGS["a64fx-fused-48x64"]               # 48 query rows x 64 keys
@@ -149,10 +149,13 @@ for block_q, block_k in ((6, 8), (24, 32), (48, 64), (192, 256), (960, 1024)):
 table(["tile", "working set", "of the first-level cache", "ms", "GFLOP/s"], rows)
 
 # %% [markdown]
-# On the machine of this page the times do not follow the traffic: this loop is so slow that the caches deliver fast enough, and fewer
-# bytes save no time. K and V take 1 MiB together at this size. Where a cache of the second or third level holds them, no tile reads them
-# from memory, and other differences remain, for example how often the inner loops start. All rows are far below the float32 peak. The
-# roofline tells whether memory is the reason.
+# On the machine of this page the times do not follow the traffic. The loop is so slow that the caches deliver fast enough, and fewer bytes
+# save no time. K and V take 1 MiB together at this size. Where a cache of the second or third level holds them, no tile reads them from
+# memory. Other differences remain, for example how often the inner loops start.
+#
+# So why count bytes at all? All rows of the table are far below the float32 peak, so something holds these loops back, and the roofline below
+# tells whether it is memory. Chapters 06 and 07 make the arithmetic about twenty times as fast. Then the bytes do decide: chapter 07 measures
+# what it costs to send the scores through memory.
 #
 # ## The roofline
 #
@@ -211,11 +214,13 @@ _ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory",
 # %% [markdown]
 # ## What the picture says, and what it does not
 #
-# `naive` may be as fast as `tiled`: the caches deliver the bytes of both fast enough. `online` is above the slanted roof or close to it:
-# K and V come from a cache, not from memory. From `tiled` on, memory is not the limit: the points are to the right of where the roofs
-# meet, and still far below the flat one. The roofline says that something *else* limits them, but not what. It is inside the core: every
-# multiply-add of these loops loads an operand and the sum that it adds to. That is the subject of chapters 05 and 06; the point of the
-# fused integer kernel shows what they gain.
+# * `naive` may be as fast as `tiled`: the caches deliver the bytes of both fast enough.
+# * `online` is above the slanted roof or close to it: K and V come from a cache, not from memory.
+# * From `tiled` on, memory is not the limit: the points are to the right of where the roofs meet, and still far below the flat one.
+#
+# The roofline says that something *else* limits them, but not what. It is inside the core: every multiply-add of these loops loads an
+# operand and the sum that it adds to. That is the subject of chapters 05 and 06. The point of the fused integer kernel shows what they
+# gain.
 #
 # ## A kernel of your own
 #

@@ -96,7 +96,8 @@ print(f"y = {y} in Q8.8 is {y / 256}; 2**-y = {2 ** (-y / 256):.6f}; exp2_quadra
 
 # %% [markdown]
 # The cheapest formula for the fraction is a straight line. A common one is `2^x = (256 + 177 * frac) >> (-int)`. 177/256 is nearly ln 2,
-# the slope of 2**f at f = 0. So the line is the tangent at f = 0, and everywhere else it lies below the curve:
+# the slope of 2**f at f = 0. So the line is the tangent at f = 0, and everywhere else it lies below the curve. Cheaper still is `2**floor`: it
+# takes the whole part only and leaves the fraction out. The table compares both with what ships, and with a cubic:
 
 # %%
 VARIANTS = {"line177": "tangent line", "quadratic": "quadratic", "cubic": "cubic", "ultra": "2**floor"}
@@ -109,8 +110,8 @@ print(f"the line just below 1 gives {before:.3f}, and at 1 {after:.3f}: a jump o
 assert 0.153 < np.abs(errors["line177"]).max() < 0.155 and after / before > 1.17
 
 # %% [markdown]
-# The weight is up to 15.4 % too small, and it jumps at every whole number: there a key whose score grows by one step of 1/256 gains 18 %
-# of weight. That is the formula computed correctly. Two mistakes in coding it make it much worse:
+# With the tangent line a weight is up to 15 % too small, and it jumps at every whole number: there a key whose score grows by one step of
+# 1/256 gains 18 % of weight. That is the formula computed correctly. Two mistakes in coding it make it much worse:
 
 # %%
 x = np.linspace(-1, 0, 1001)[1:-1]                         # between two whole numbers
@@ -243,15 +244,20 @@ for bits in (8, 12, 16):
 assert abs(8357 / 65536 * 256 / exact_scale - 1) < 3e-6
 
 # %% [markdown]
-# 36 bits do not fit an int32 lane. So this package converts the score to float32, which is exact up to D = 1040, multiplies and
-# rounds once; and since it multiplies anyway, the quantisation scales of q and k go into the same factor.
+# 36 bits do not fit an int32 lane. So this package converts the score to float32, multiplies, and rounds once. (float32 holds every
+# integer up to 2**24, so the conversion is exact as long as 127 * 127 * D is not larger: up to D = 1040.) Since it multiplies anyway, the
+# quantisation scales of q and k go into the same factor.
 #
 # ## The integer kernel, block by block
 #
-# `reference.integer_steps` is the definition of this package's `precision="int8"`, as a generator: one key block a step, everything
-# that the kernels hold. It is chapter 01 with two differences. Scores are Q8.8 numbers in octaves: 256 is one octave. And m is a *whole*
-# octave, the maximum rounded up, so that every shrink is an exact power of two: no rounding enters through it. (The kernels take the first
-# four keys of a sequence out of their block, with more bits: chapter 03 says why. Here, with `plain=True`, they are keys like others.)
+# `reference.integer_steps` is the definition of this package's `precision="int8"`. It is a generator: each step is one key block, with
+# everything that a kernel holds then. It is chapter 01 with two differences:
+#
+# * Scores are Q8.8 numbers in octaves: 256 is one octave.
+# * m is a *whole* octave, the maximum rounded up, so that every shrink is an exact power of two: no rounding enters through it.
+#
+# (The kernels take the first four keys of a sequence out of their block, with more bits: chapter 03 says why. Here, with `plain=True`, they
+# are keys like others.)
 
 # %%
 query8, key8, value8 = (rng.standard_normal((1, 1, 512, 64)).astype(np.float32) for _ in range(3))

@@ -77,9 +77,9 @@ FLOATS = "float32(float32[::1], float32[::1])"
 (free,) = show(FLOATS, icelake_server=kernel(float_math=True)(dot))
 
 # %% [markdown]
-# Strict: one number at a time (`ss`, scalar single), and every `vaddss` waits for the one before it. Free: `vfmadd231ps` on
-# 256-bit registers, four of them, so that four chains of additions run side by side. (`ymm` is 256 bits; LLVM prefers those
-# on Intel servers, where 512-bit code once slowed the clock.)
+# * Without the permission (`strict`): one number at a time (`ss`, scalar single), and every `vaddss` waits for the one before it.
+# * With it (`free`): `vfmadd231ps` on 256-bit registers, four of them, so that four chains of additions run side by side. (`ymm` is 256
+#   bits; LLVM prefers those on Intel servers, where 512-bit code once slowed the clock.)
 #
 # `strict` and `free` are histograms of these loops: dictionaries from an instruction and its registers, as "vaddss xmm", to how often it
 # occurs.

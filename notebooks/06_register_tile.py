@@ -143,8 +143,8 @@ table(["loop", "GOP/s", "share of the INT8 peak"], [[n, x, f"{1e11 * x / peak.in
 # times `nv` vectors stay in their registers until all channels are done. No lanes are ever added up: each lane is the score of its own
 # key.
 #
-# Per step of one group (4 channels, or 2 with AVX2), a tile loads `nv` vectors of K and `mr` broadcast words of Q, and does `mr * nv` dot instructions. Step through
-# one: each K vector, once loaded, serves all rows, and each word of Q serves all vectors.
+# A step takes one group of channels (4, or 2 with AVX2). In it a tile loads `nv` vectors of K and `mr` broadcast words of Q, and does
+# `mr * nv` dot instructions. Step through one: each K vector, once loaded, serves all rows, and each word of Q serves all vectors.
 
 # %% tags=["drawing"]
 from numflash.course import drawings
@@ -189,7 +189,8 @@ table(["tile", "sums", "registers", "loads per dot", "GOP/s", "share of the INT8
 # Three conditions explain this table:
 #
 # * *Enough sums.* A dot instruction needs the result of the one before that added to the same sum. So the core must have other sums to
-#   work on while it waits.
+#   work on while it waits. (With its single sum a tile of 1 x 1 would wait for each dot. It does better than that, because the core
+#   already begins the next tile, whose sum is another one.)
 # * *Few loads.* The core loads two vectors a cycle at best. With more than one load per dot, it cannot start two dots a cycle.
 # * *Not more sums than registers.* Otherwise the compiler keeps some of them in memory (it *spills* them to the stack), and loads and
 #   stores them in every step.

@@ -80,8 +80,8 @@ shown(ladder_int8.make_unfused, "tiles, blocks = x.shape", "values(p[tile, b]")
 #
 # * `q` with `cq`, `keys`, `v`: Q with the scales of its rows, K with its scales, V; `row` is the first row of the tile, `c` the first key
 #   of the block,
-# * `octave`: the maximum of each row in this block, rounded up to a whole number, so that 2**octave is a power of two (chapter 04 says
-#   why); `octave_q8` is the same number as the integer softmax takes it,
+# * `octave`: the maximum of each row in this block, rounded up to a whole number. Then every shrink is a power of two, and multiplying
+#   by a power of two rounds nothing. `octave_q8` is the same number as the integer softmax takes it,
 # * `total`: the sum of the weights of each row in this block (`sums` is scratch memory for it),
 # * `m`, `l` and `o`: the state of chapter 01; `scale` is 2**(octave - m), by which the sums of this block are multiplied,
 # * `HIDDEN`: a score whose weight is 0 (of a key after the end, or hidden by a mask); `UNSEEN`: the m of a row that has attended to no

@@ -8,8 +8,11 @@
 # * choose an exp2 by its error, its cost and what it does to the order of the keys,
 # * check by hand whether the columns of a benchmark table agree with one another.
 #
-# It redoes a benchmark that a [document](../docs/sources.md) made (it is not published; every figure that you need is quoted here) for the A64FX (512-bit vectors, 128 GFLOP/s per core): the second stage of
-# attention on its own,
+# In attention each score becomes a weight by one exp2, and the weight is then multiplied with a row of V. Should a kernel compute the exp2
+# inside of the loop of the product, or in a loop of its own before it? And how exact must it be? This chapter measures both, in float32.
+#
+# It redoes a benchmark that a [document](../docs/sources.md) made for the A64FX (512-bit vectors, 128 GFLOP/s per core). The document is not
+# published; every figure that you need is quoted here. It is about the second stage of attention on its own:
 #
 # $$O = \mathrm{exp2}(S \cdot \mathrm{scale} - \mathrm{max}) \; V$$
 #

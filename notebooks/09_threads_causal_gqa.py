@@ -160,8 +160,9 @@ for kv_heads in (8, 2, 1):
 table(["prefill, L = 1024, one thread", "ms", "GOP/s", "MB of K and V in int8"], rows)
 
 # %% [markdown]
-# In prefill (the prompt, computed at once) the time hardly changes: only packing and quantising K and V get cheaper. What shrinks is the *memory* of the
-# cache, and with it the time of decoding, which is nothing but reading that memory (chapter 10).
+# In prefill (the prompt, computed at once) the time hardly changes: only packing and quantising K and V get cheaper. What shrinks is the
+# *memory* of the cache: the keys and values of all tokens so far, which a model keeps to write the next token. With it shrinks the time of
+# decoding, which is nothing but reading that memory (chapter 10).
 #
 # **Exercise 3.** Qwen 2.5 0.5B has 14 query heads, 2 KV heads, D = 64. How many bytes do K and V of one layer take for 1024
 # tokens in float16, and how many would they take with 14 KV heads?

@@ -80,10 +80,9 @@ table(["stored", "MB", "operations per byte", "microseconds", "GB/s"], rows)
 assert np.isclose(rows[1][1], 7 * rows[0][1])
 
 # %% [markdown]
-# The work is the same; the bytes are seven times as many, and the time grows with them: by more than seven times where the larger cache is also
-# read more slowly, as the last column says. Grouped heads gain here, in decode.
-# (In prefill they gain next to nothing: chapter 09.) It takes a kernel that packs the 7 query heads of a group as rows of one
-# tile, so that each vector of K is read once and serves all of them.
+# The work is the same; the bytes are seven times as many, and the time grows with them: by more than seven times where the larger cache is
+# also read more slowly, as the last column says. Grouped heads gain here, in decode. (In prefill they gain next to nothing: chapter 09.) For
+# that the kernel packs the 7 query heads of a group as rows of one tile, so that each vector of K is read once and serves all of them.
 #
 # A core does at most `roof().float32` operations per second. At one operation per byte it would have to read as many bytes per second,
 # which no memory delivers. That is also why faster multiplication units change nothing for decode: a T4 does 65 TFLOP/s on tensor cores,
@@ -97,7 +96,7 @@ print(f"to keep the float32 units busy at 1 operation per byte: {roof().float32 
 # %% [markdown]
 # ## The split
 #
-# Attention over all keys of a head is one job. 2 heads are 2 jobs, and 64 cores would mostly wait. FlashDecoding (2023) divides the keys:
+# Attention over all keys of a head is one job. 2 heads are 2 jobs, and of 64 cores 62 would wait. FlashDecoding (2023) divides the keys:
 # each worker takes a part and leaves the state (m, l, o) of chapter 01: its maximum, its row sum, its sum of values that is not divided.
 # In the kernel below
 #
@@ -158,10 +157,12 @@ check("10.3", decode)
 # %% [markdown]
 # ## How many?
 #
-# Enough that every worker has something, and that the last round is not half empty; no more, because each part costs a merge.
-# FlashAttention 2's rule takes the smallest number whose rounds are filled at least 85 % as well as the best number's. (A round: as many
-# jobs as there are places. A T4 has 40 multiprocessors, each with room for 2 blocks of threads: 80 places.) For 14 heads, each with 4 blocks
-# of 256 keys, it gives 4 splits. With the group packed there are 2 jobs, not 14:
+# How many parts should there be? Enough that every worker has something, and that the last round is not half empty. (A *round* is as many jobs
+# as there are places to run them.) No more than that, because each part costs a merge. FlashAttention-2's rule takes the smallest number of
+# splits whose rounds are filled at least 85 % as well as the best number's.
+#
+# An example is a GPU, the T4: it has 40 multiprocessors, each with room for 2 blocks of threads, so 80 places. For 14 heads, each with 4 blocks
+# of 256 keys, the rule gives 4 splits. With the group packed there are 2 jobs, not 14:
 
 # %%
 cases = [("a T4: 14 jobs, 80 places, 4 blocks", 14, 4, 80),

@@ -54,9 +54,14 @@ def normal(*shape):
 #
 # $$dV = P^T dO, \qquad dP = dO\,V^T, \qquad dQ = dS\,K \cdot scale, \qquad dK = dS^T Q \cdot scale$$
 #
-# In between lies softmax. Its row sums to one, so raising one score takes weight from all others: dS = P * (dP - D), where D is
-# the row's weighted mean of dP. (The papers call it D, as they call the head size; the code below calls it `delta`.) That mean needs no P at all: sum over j of P_ij dP_ij = sum over j of P_ij (dO_i . V_j) = dO_i
-# . O_i.
+# In between lies softmax. Its row sums to one, so raising one score takes weight from all others. For one row with weights P_j = exp(S_j) /
+# sum, the derivative of P_j with respect to S_k is P_j (1 - P_j) if j = k, and -P_j P_k otherwise. Adding up the effects of S_k on all P_j gives
+#
+# $$dS_k = \sum_j dP_j \, \frac{\partial P_j}{\partial S_k} = P_k \, dP_k - P_k \sum_j P_j \, dP_j = P_k \, (dP_k - D)$$
+#
+# with D, the row's weighted mean of dP. (The papers call it D, as they call the head size; the code below calls it `delta`.) For all rows
+# together this is dS = P * (dP - D). The mean needs no P at all: the sum over j of P_ij dP_ij is the sum over j of P_ij (dO_i . V_j), and
+# that is dO_i . O_i.
 
 # %%
 def definition(do, q, k, v, causal=False):

@@ -1,10 +1,12 @@
 # %% [markdown]
 # # 12. The documents' claims, each with its check
 #
-# Five [documents](../docs/sources.md) stand behind this package: three on the A64FX (fused kernel, INT8 GEMM status, exp2 +
-# FMLA benchmark), one on
-# decode with a T4, one on an L4 and FlashAttention 2. They are not published; every figure that you need is quoted here. Much in them holds. This chapter goes through the figures that a laptop
-# can check.
+# A figure of performance can often be checked before anything is run: bytes, operations, cycles and shares must agree with one another.
+# This chapter practises that on real documents.
+#
+# Five [documents](../docs/sources.md) stand behind this package: three on the A64FX (a fused kernel, the status of INT8 products, a
+# benchmark of exp2), one on decode with a T4, one on an L4 and FlashAttention-2. They are not published; every figure that you need is
+# quoted here. Much in them holds. This chapter goes through the figures that a laptop can check.
 #
 # After this chapter you can
 #

@@ -208,12 +208,22 @@ if special["7s"]["registers"] is not None:
     assert len(loops["7s"]) < len(loops["7a"]) and not any(x.startswith("LDGSTS") for x in loops["7s"])
 
 # %% [markdown]
-# What is gained: the loop of the products contains no copies and no addresses for them, so it is a few per cent shorter; a warp that
-# copies can wait for its copies without delaying products; results are stored in whole sectors while the next tile is computed. What it
-# costs: the copies are issued all the same, by warps on the same four schedulers; five warps meet four times per tile where four met
-# once; and registers. A kernel has one number of registers for all of its threads. Hopper's `setmaxnreg` moves them from producers to
-# consumers; an L4 has nothing like it, so four warps that need few hold as many as the four that compute, and half as many warps compute
-# on an SM. In FlashAttention-2 these warps are other blocks, whose products hide the copies. That is why it does not specialise them.
+# What is gained:
+#
+# * The loop of the products contains no copies and no addresses for them, so it is a few per cent shorter.
+# * A warp that copies can wait for its copies without delaying products.
+# * Results are stored in whole sectors while the next tile is computed.
+#
+# What it costs:
+#
+# * The copies are issued all the same, by warps on the same four schedulers.
+# * Five warps meet four times per tile, where four met once.
+# * Registers. A kernel has one number of registers for all of its threads. Hopper's `setmaxnreg` moves them from producers to consumers;
+#   an L4 has nothing like it. So four warps that need few registers hold as many as the four that compute, and half as many warps compute
+#   on an SM.
+#
+# In FlashAttention-2 the places of these warps are taken by other blocks, whose products hide the copies. That is why it does not
+# specialise warps.
 #
 # Here K and V are a few per cent of the L2 and stay there by themselves. A launcher may also ask for that (an L2 persistence window,
 # `Device.prepared(..., persist=arrays)`), and the ladder times with and without it where there is a card:
@@ -232,9 +242,14 @@ else:
 # share of the L4's peak that the largest limit above would allow. (Rung 7h is 7a with float16 scores, so compare it with 7a and not with
 # the row above it.)
 #
-# An H200 was asked for times (2026-11-26, 16,896 rows, 4,096 keys, one head of 64 channels). Rungs 1 to 4 reach 4.6, 15, 24 and 49
-# TFLOP/s, 5a and 5b 204 and 198, 6 259, 7a 276, 7b 295, 7h 288, 7s 195. The largest step is the removal of bank conflicts, a factor of 4.
-# Padding and swizzling gain the same. Specialised warps (7s) are slower than 7a, as the counts above suggest.
+# The same rungs, timed on an H200 (2026-11-26, 16,896 rows, 4,096 keys, one head of 64 channels):
+#
+# | rung | 1 | 2 | 3 | 4 | 5a | 5b | 6 | 7a | 7b | 7h | 7s |
+# |---|---|---|---|---|---|---|---|---|---|---|---|
+# | TFLOP/s | 4.6 | 15 | 24 | 49 | 204 | 198 | 259 | 276 | 295 | 288 | 195 |
+#
+# The largest step is the removal of bank conflicts (5a, 5b), a factor of 4. Padding and swizzling gain the same. Specialised warps (7s) are
+# slower than 7a, as the counts above suggest.
 
 # %%
 first, before, lines = rows["1"]["warp_instructions"], None, []

@@ -330,8 +330,8 @@ table(["D", "rung 8, alone", "rung 9a, alone", "rung 8, two warpgroups", "rung 9
 # The numbers are times, in units of a tile's products. Rung 9a hides the softmax behind O but not behind S; two warpgroups can hide all
 # of it, as long as they stay out of step, which 9b ensures. Latencies, barriers and the rest of the softmax are not in the model. How
 # fast that is, only a card can tell. An H200 (16,896 rows, 4,096 keys): rung 8 393 TFLOP/s, 9a 353, 9b 411. The overlap within a
-# warpgroup gains time only if the warpgroups take turns. What the counters say: rung 9a costs hardly any instructions more, although the
-# weights are now in registers beside the next scores, and 9b only its barriers; no bit of the result changes.
+# warpgroup gains time only if the warpgroups take turns. The counters say that rung 9a costs hardly any instructions more, although the
+# weights are now in registers beside the next scores. Rung 9b adds only its barriers. No bit of the result changes.
 
 # %%
 print("warp-instructions:", {n: rows[n]["warp_instructions"] for n in ("8", "9a", "9b")}, f" all {rows['9a']['tensor_flops']} flop")

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 22. Invent an attention
 #
-# New attention is mostly a new score or a new mask. Neither needs a new kernel: you write a function of one score and its indices, and
-# `flex_attention` compiles it into the kernel that you know. After this chapter you can
+# Models keep changing attention: positions enter the scores, far tokens are hidden, several documents share a batch. Most of these changes
+# are a new score or a new mask. Neither needs a new kernel: you write a function of one score and its indices, and `flex_attention` compiles
+# it into the kernel that you know. After this chapter you can
 #
 # * write a score function and a mask function, and test them against float64,
 # * read what becomes of them: the recorded graph, and the vector instructions,
@@ -85,10 +86,11 @@ print(listing(variant, shape=(1, HEADS, LENGTH, LENGTH)))
 
 # %% [markdown]
 # That is the whole program: a load from your array (its bounds are proven, so no test is left), a subtraction, an absolute value, a
-# conversion, a product, a subtraction. (`wide False`: 32 bits hold every integer. `roots 9`: line 9 is the new score.) From these lines the machine code is made, one vector of scores at a time. The kernel calls it for each
-# tile of scores, between Q.K^T and the softmax, while they are in the first-level cache. Look for the absolute value (`abs`), the conversion
-# (`cvt`), the product with the slope (`mul`), and the subtraction, which is fused with the scale of the score (`fm`). The compiler may
-# work on several vectors in turn:
+# conversion, a product, a subtraction. (`wide False`: 32 bits hold every integer. `roots 9`: line 9 is the new score.)
+#
+# From these lines the machine code is made, one vector of scores at a time. The kernel calls it for each tile of scores, between Q K^T and the
+# softmax, while they are in the first-level cache. Look for the absolute value (`abs`), the conversion (`cvt`), the product with the slope
+# (`mul`), and the subtraction, which is fused with the scale of the score (`fm`). The compiler may work on several vectors in turn:
 
 # %%
 code = listing(variant, shape=(1, HEADS, LENGTH, LENGTH), assembly=True).splitlines()
@@ -178,7 +180,8 @@ assert np.abs(last - wanted[:, :, -1:]).max() < 1e-5
 #
 # ## What it costs
 #
-# A dense mask or bias must be read from memory, 4 bytes for each score. Your function reads indices, which cost nothing.
+# A dense mask or bias must be read from memory, 4 bytes for each score. Your function reads no such array: it computes from the indices. What it
+# costs are its instructions, once for each vector of scores. The row "ALiBi" below shows how much that is on this machine.
 
 # %%
 dense = np.where(window(0, 0, np.arange(LENGTH)[:, None], np.arange(LENGTH)), 0, -np.inf).astype(np.float32)
@@ -196,9 +199,8 @@ _, axes = figure()
 bars(axes, {name: 1e3 * t for name, t in seconds.items()}, "milliseconds, one thread")
 
 # %% [markdown]
-# The window computes 23 % of the blocks and takes a fraction of the time. That is the part that a function gives you and a dense
-# mask cannot: the kernel knows beforehand what it need not do. The window takes more
-# than its 23 %, since three of the four blocks in a row call the mask.
+# The window computes 23 % of the blocks and takes a fraction of the time. That is what a function gives you and a dense mask cannot: the
+# kernel knows beforehand what it need not do. The window takes more than its 23 %, since three of the four blocks in a row call the mask.
 #
 # Now invent your own. Some that people have published are in [the guide](../docs/flex.md): neighbourhoods of pixels, distances in a graph,
 # prefixes, dilated windows. Write one, test it with `exact`, look at its blocks, and measure it.

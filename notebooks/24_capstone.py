@@ -50,10 +50,10 @@ print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.level
 # The kernel takes `block_q` query rows at a time and goes through all keys in blocks of 128. Every tile of rows reads all of K and V once, as
 # bytes. They come from the second-level cache, or from further away if they do not fit there.
 #
-# **Exercise 1.** How many milliseconds does it take to read K and V in all, for `length` queries and keys of `d` channels, with tiles of
-# `block_q` rows, if they come at 32 bytes a nanosecond (a round figure for a second-level cache)? (One head; a byte per number; the last
-# tile may be smaller but reads all keys too. A machine that has only AVX2 has no dot instruction for bytes and keeps 2 bytes per number:
-# there the true figure is twice as large.)
+# **Exercise 1.** Suppose that K and V come at 32 bytes a nanosecond, a round figure for a second-level cache. How many milliseconds does it
+# take to read them in all, for `length` queries and keys of `d` channels, with tiles of `block_q` rows? (One head; a byte per number; the
+# last tile may be smaller but reads all keys too. A machine that has only AVX2 has no dot instruction for bytes and keeps 2 bytes per
+# number: there the true figure is twice as large.)
 
 # %% tags=["exercise"]
 def kv_milliseconds(length, d, block_q):

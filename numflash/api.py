@@ -82,7 +82,7 @@ def attention(
         The inputs' own unless given. "int8" clips scores at +-7.2e5.
     pv : "int8", "int16", "bf16" or "fp32"
         With precision "int8": the weights have 8 bits, or 15 ("int16": also exact integers, equal
-        bits on every device, 1.2 to 1.4 times the time on a CPU), or weights and values are
+        bits on every device, 1.1 to 1.5 times the time on a CPU), or weights and values are
         floats: bfloat16 ("bf16": 1.4 times the time where the CPU multiplies bfloat16, that of
         "fp32" elsewhere; not on a card) or float32 ("fp32"; not for arrays on a card, nor on
         sm_75). With floats the output's last digits depend on the CPU.
