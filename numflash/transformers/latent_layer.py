@@ -126,6 +126,11 @@ class LatentLayer(ResidentLayer):
     def _expanded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if not self.latent:
             return super()._expanded(keys, values)
+        if not keys.shape[2]:  # new tokens that are all padding: models cannot reshape nothing
+            module, (b, _, none, _) = self.module, keys.shape
+            channels = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
+            shape = b, module.config.num_attention_heads, none
+            return keys.new_empty((*shape, channels[0])), keys.new_empty((*shape, channels[1]))
         found: tuple[Tensor, Tensor] = self.module.expand_kv(keys, values)
         return found
 

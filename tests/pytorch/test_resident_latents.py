@@ -64,6 +64,16 @@ def test_a_past_is_attended_to_as_it_is_or_expanded(model, padded):
     torch.testing.assert_close(found[real], wanted[real], atol=1e-3, rtol=1e-4)
 
 
+def test_pieces_of_nothing_but_padding(model):
+    """Of every sequence, at the start: there is no latent to expand, or to absorb, then."""
+    pieces = TOKENS[:, :60].split([1, 20, 1, 30, *[1] * 8], 1)
+    mask = (torch.arange(60) >= torch.tensor([22, 37])[:, None]).long()
+    wanted = logits(model, "eager", dynamic(model), pieces, mask)
+    found = logits(model, "numflash", nt.ResidentCache(model.config, "float32"), pieces, mask)
+    real = mask.bool()
+    torch.testing.assert_close(found[real], wanted[real], atol=1e-3, rtol=1e-4)
+
+
 def test_a_file_and_a_copy_go_on_with_the_same_bits(model, tmp_path):
     cache = nt.ResidentCache(model.config, "int8")
     logits(model, "numflash", cache, [TOKENS[:, :60]])
