@@ -71,6 +71,11 @@ class LatentLayer(ResidentLayer):
         key, value = (StandIn.shaped((*heads, d), latents.dtype, self) for d in channels)
         return key, value
 
+    def reset(self) -> None:
+        """Remove all tokens, and what was made of a projection: an adapter may be switched since."""
+        super().reset()
+        self._made = None
+
     def twin(self, cache: Any) -> ResidentLayer:
         """The same tokens in a layer of another cache."""
         new: Any = super().twin(cache)

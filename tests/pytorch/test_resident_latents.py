@@ -138,8 +138,10 @@ def test_int8_keeps_latents_and_rotated_keys_of_any_size(model):
 class Adapted(torch.nn.Linear):
     """A projection whose weight alone does not say what it computes."""
 
+    factor = 1.5
+
     def forward(self, x):
-        return 1.5 * super().forward(x)
+        return self.factor * super().forward(x)
 
 
 @pytest.mark.parametrize("kind", [Adapted, torch.nn.Linear])
@@ -161,6 +163,23 @@ def test_other_projections(model, kind, bias):
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
     if bias or kind is Adapted:
         assert not torch.allclose(wanted, logits(model, "eager", dynamic(model), pieces), atol=0.1)
+
+
+def test_an_adapter_that_is_switched_off_before_a_reset(model):
+    """What a cache has made of an adapted projection is not that of the projection without it."""
+    other = transformers.MiniCPM3ForCausalLM(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    for layer in other.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = Adapted
+    pieces = TOKENS[:, :40].split([30, *[1] * 10], 1)
+    cache = nt.ResidentCache(other.config, "float32")
+    logits(other, "numflash", cache, pieces)
+    for layer in other.model.layers:
+        layer.self_attn.kv_b_proj.factor = 1
+    cache.reset()
+    found = logits(other, "numflash", cache, pieces)
+    wanted = logits(other, "eager", dynamic(other), pieces)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
 
 
 def test_other_caches_go_on_as_before(model):
