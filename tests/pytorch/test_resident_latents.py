@@ -165,6 +165,25 @@ def test_other_projections(model, kind, bias):
         assert not torch.allclose(wanted, logits(model, "eager", dynamic(model), pieces), atol=0.1)
 
 
+@pytest.mark.parametrize("way", ["hook", "hook before", "forward"])
+def test_a_projection_that_something_else_changes(model, way):
+    """By a hook, or with a `forward` of its own, as accelerate's offloading gives it."""
+    other = transformers.MiniCPM3ForCausalLM(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    for layer in other.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        if way == "hook":
+            projection.register_forward_hook(lambda module, inputs, output: 1.5 * output)
+        elif way == "hook before":
+            projection.register_forward_pre_hook(lambda module, inputs: (1.5 * inputs[0],))
+        else:
+            projection.forward = lambda x, plain=projection.forward: 1.5 * plain(x)
+    pieces = TOKENS[:, :40].split([30, *[1] * 10], 1)
+    wanted = logits(other, "eager", dynamic(other), pieces)
+    found = logits(other, "numflash", nt.ResidentCache(other.config, "float32"), pieces)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
+
+
 def test_an_adapter_that_is_switched_off_before_a_reset(model):
     """What a cache has made of an adapted projection is not that of the projection without it."""
     other = transformers.MiniCPM3ForCausalLM(model.config).eval()
