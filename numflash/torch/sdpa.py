@@ -122,10 +122,17 @@ def _heads_of_batches(
         and query.shape[:2] == key.shape[:2] == value.shape[:2]
     ):
         return query, key, value, attn_mask, False, (*query.shape[:3], value.shape[3])
-    given = max(query.dim(), key.dim(), value.dim())
-    n = max(given, 4)
+    dims = max(query.dim(), key.dim(), value.dim())
+    n = max(dims, 4)
     q, k, v = (x[(None,) * (n - x.dim())] for x in (query, key, value))
     if enable_gqa and k.shape[-3] != v.shape[-3]:
+        for name, x in (("key", key), ("value", value)):
+            given = x.shape[-3] if x.dim() > 2 else 1
+            if not given or q.shape[-3] % given:
+                raise SdpaError(
+                    f"{name}: got {given} heads, shape {tuple(x.shape)}; allowed: a divisor of the query's "
+                    f"{q.shape[-3]} heads"
+                )
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     grouped = enable_gqa or k.shape[-3] == v.shape[-3] == 1
     try:
@@ -146,8 +153,14 @@ def _heads_of_batches(
     )
     if attn_mask is not None and n > 4:
         mask = attn_mask[(None,) * (n - attn_mask.dim())]
-        attn_mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, n - 4)
-    return q, k, v, attn_mask, grouped, (*batch, heads, q.shape[-2], v.shape[-1])[n - given :]
+        try:
+            attn_mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, n - 4)
+        except RuntimeError:
+            whole = *batch, heads, q.shape[-2], k.shape[-2]
+            raise SdpaError(
+                f"attn_mask: got shape {tuple(attn_mask.shape)}; allowed: what broadcasts to {whole}"
+            ) from None
+    return q, k, v, attn_mask, grouped, (*batch, heads, q.shape[-2], v.shape[-1])[n - dims :]
 
 
 # the operator's options that follow the scale, by whether heads are grouped

@@ -71,6 +71,11 @@ class LatentLayer(ResidentLayer):
         key, value = (StandIn.shaped((*heads, d), latents.dtype, self) for d in channels)
         return key, value
 
+    def reset(self) -> None:
+        """Remove all tokens, and what was made of a projection: an adapter may be switched since."""
+        super().reset()
+        self._made = None
+
     def twin(self, cache: Any) -> ResidentLayer:
         """The same tokens in a layer of another cache."""
         new: Any = super().twin(cache)
@@ -126,6 +131,11 @@ class LatentLayer(ResidentLayer):
     def _expanded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if not self.latent:
             return super()._expanded(keys, values)
+        if not keys.shape[2]:  # new tokens that are all padding: models cannot reshape nothing
+            module, (b, _, none, _) = self.module, keys.shape
+            channels = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
+            shape = b, module.config.num_attention_heads, none
+            return keys.new_empty((*shape, channels[0])), keys.new_empty((*shape, channels[1]))
         found: tuple[Tensor, Tensor] = self.module.expand_kv(keys, values)
         return found
 
@@ -146,11 +156,11 @@ class LatentLayer(ResidentLayer):
     def _weight(self) -> Any:
         """What `kv_b_proj` multiplies latents by, (H * (nope + value), rank); None if it adds something, too.
 
-        Of a plain linear layer it is the weight; of another, one that is quantised or adapted, what it makes
-        of the unit vectors, once.
+        Of a plain linear layer it is the weight; of another, one that is quantised, adapted, hooked or
+        offloaded, what it makes of the unit vectors, once.
         """
         projection, dtype = self.module.kv_b_proj, self.dtype
-        if type(projection) is nn.Linear and projection.weight.dtype is dtype:
+        if _is_plain(projection) and projection.weight.dtype is dtype:
             return projection.weight.detach() if projection.bias is None else None
         if self._made is None or self._made[0] is not projection:
             with torch.no_grad():
@@ -158,6 +168,14 @@ class LatentLayer(ResidentLayer):
                 constant, made = projection(torch.zeros_like(unit[:1])), projection(unit)
             self._made = projection, None if constant.any() else made.T
         return self._made[1]
+
+
+def _is_plain(projection: Any) -> bool:
+    """Whether a layer does no more than its weight and its bias say."""
+    changed = (
+        projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
+    )
+    return type(projection) is nn.Linear and not changed
 
 
 def _balance(latents: Tensor, rotated: Tensor) -> float:

@@ -64,6 +64,16 @@ def test_a_past_is_attended_to_as_it_is_or_expanded(model, padded):
     torch.testing.assert_close(found[real], wanted[real], atol=1e-3, rtol=1e-4)
 
 
+def test_pieces_of_nothing_but_padding(model):
+    """Of every sequence, at the start: there is no latent to expand, or to absorb, then."""
+    pieces = TOKENS[:, :60].split([1, 20, 1, 30, *[1] * 8], 1)
+    mask = (torch.arange(60) >= torch.tensor([22, 37])[:, None]).long()
+    wanted = logits(model, "eager", dynamic(model), pieces, mask)
+    found = logits(model, "numflash", nt.ResidentCache(model.config, "float32"), pieces, mask)
+    real = mask.bool()
+    torch.testing.assert_close(found[real], wanted[real], atol=1e-3, rtol=1e-4)
+
+
 def test_a_file_and_a_copy_go_on_with_the_same_bits(model, tmp_path):
     cache = nt.ResidentCache(model.config, "int8")
     logits(model, "numflash", cache, [TOKENS[:, :60]])
@@ -128,8 +138,10 @@ def test_int8_keeps_latents_and_rotated_keys_of_any_size(model):
 class Adapted(torch.nn.Linear):
     """A projection whose weight alone does not say what it computes."""
 
+    factor = 1.5
+
     def forward(self, x):
-        return 1.5 * super().forward(x)
+        return self.factor * super().forward(x)
 
 
 @pytest.mark.parametrize("kind", [Adapted, torch.nn.Linear])
@@ -151,6 +163,42 @@ def test_other_projections(model, kind, bias):
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
     if bias or kind is Adapted:
         assert not torch.allclose(wanted, logits(model, "eager", dynamic(model), pieces), atol=0.1)
+
+
+@pytest.mark.parametrize("way", ["hook", "hook before", "forward"])
+def test_a_projection_that_something_else_changes(model, way):
+    """By a hook, or with a `forward` of its own, as accelerate's offloading gives it."""
+    other = transformers.MiniCPM3ForCausalLM(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    for layer in other.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        if way == "hook":
+            projection.register_forward_hook(lambda module, inputs, output: 1.5 * output)
+        elif way == "hook before":
+            projection.register_forward_pre_hook(lambda module, inputs: (1.5 * inputs[0],))
+        else:
+            projection.forward = lambda x, plain=projection.forward: 1.5 * plain(x)
+    pieces = TOKENS[:, :40].split([30, *[1] * 10], 1)
+    wanted = logits(other, "eager", dynamic(other), pieces)
+    found = logits(other, "numflash", nt.ResidentCache(other.config, "float32"), pieces)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
+
+
+def test_an_adapter_that_is_switched_off_before_a_reset(model):
+    """What a cache has made of an adapted projection is not that of the projection without it."""
+    other = transformers.MiniCPM3ForCausalLM(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    for layer in other.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = Adapted
+    pieces = TOKENS[:, :40].split([30, *[1] * 10], 1)
+    cache = nt.ResidentCache(other.config, "float32")
+    logits(other, "numflash", cache, pieces)
+    for layer in other.model.layers:
+        layer.self_attn.kv_b_proj.factor = 1
+    cache.reset()
+    found = logits(other, "numflash", cache, pieces)
+    wanted = logits(other, "eager", dynamic(other), pieces)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
 
 
 def test_other_caches_go_on_as_before(model):

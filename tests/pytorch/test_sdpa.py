@@ -189,6 +189,26 @@ BAD = {
     "integer mask": ((Q, K, V), {"attn_mask": KEEP.int()}, "attn_mask"),
     "mask of another shape": ((Q, K, V), {"attn_mask": KEEP[..., :6]}, "attn_mask"),
     "mask larger than the result": ((Q[:1], K[:1], V[:1]), {"attn_mask": KEEP}, "attn_mask"),
+    "mask of another batch over five dimensions": (
+        (Q[None], K[None], V[None]),
+        {"attn_mask": KEEP[None].expand(1, 2, -1, -1, -1).repeat(1, 2, 1, 1, 1)},
+        r"attn_mask: got shape \(1, 4",
+    ),
+    "mask of six dimensions over five": (
+        (Q[None], K[None], V[None]),
+        {"attn_mask": KEEP[None, None]},
+        "attn_mask: got shape",
+    ),
+    "heads of keys that do not divide the query's": (
+        (torch.cat([Q, Q], 1)[:, :6], torch.cat([K, K], 1)[:, :4], torch.cat([V, V], 1)[:, :2]),
+        {"enable_gqa": True},
+        "key: got 4 heads",
+    ),
+    "more heads of keys than of the query": (
+        (Q[:, :2], torch.cat([K, K], 1)[:, :4], V[:, :2]),
+        {"enable_gqa": True},
+        "key: got 4 heads",
+    ),
     "device": ((Q.to("meta"), K, V), {}, "on cpu"),
     "sparse": ((Q.to_sparse(), K, V), {}, "layout"),
 }
