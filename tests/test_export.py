@@ -159,6 +159,12 @@ def test_the_folder_must_be_writable(tmp_path):
         export.run("float32-values", "a64fx", file / "folder")
 
 
+def test_the_printed_command_quotes_the_folder(tmp_path, capsys):
+    to = tmp_path / "a folder"
+    assert main(["export", "float32-values", "--cpu", "a64fx", "--to", str(to)]) == 0
+    assert f"make -C '{to}' check" in capsys.readouterr().out
+
+
 def test_the_command(capsys):
     assert main(["export", "--list"]) == 0
     assert "int8-attention" in capsys.readouterr().out

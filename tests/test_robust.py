@@ -241,6 +241,12 @@ def test_without_a_compiler_there_is_an_error_that_says_so():
     )
 
 
+def test_no_threads_is_an_error_that_names_the_variable():
+    done = start("-m", "numflash", "info", check=False, NUMBA_NUM_THREADS="0")
+    assert done.returncode == 1
+    assert done.stderr == "numflash: NUMBA_NUM_THREADS: got '0'; allowed: unset, or 1 or more\n"
+
+
 def test_unwritable_cache_still_computes(tmp_path):
     folder = tmp_path / "file"
     folder.write_text("not a folder")

@@ -88,6 +88,7 @@ def test_what_is_kept_is_what_calls_take(file):
         ('{"CPU": {"avx2-int8": {"mr": 9}}}', "mr = 9 breaks a rule"),
         ('{"CPU": {"avx2-int8": {"mr": "6"}}}', "mr: got '6'"),
         ("\xff", "not a file of tilings"),
+        ("[" * 100_000, "not a file of tilings"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_named(file, text, message):
@@ -174,6 +175,10 @@ def test_the_fastest_is_kept_and_wrong_bits_are_refused(file, monkeypatch, capsy
         (
             {"cpu": "a64fx", "measured": 0, "isa": "sve256", "dtype": "float32"},
             "isa: got 'sve256'; allowed for 'a64fx' and 'float32': 'sve512', 'neon'",
+        ),
+        (
+            {"cpu": "a64fx", "measured": 0, "dtype": "bfloat16"},
+            "dtype: got 'bfloat16', of which 'a64fx' has no tiles; allowed: another dtype or cpu",
         ),
     ],
 )

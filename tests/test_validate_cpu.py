@@ -100,6 +100,23 @@ def test_what_is_wrong_fails_after_everything_ran(quick, monkeypatch, tmp_path, 
     assert "to: cannot write" in capsys.readouterr().err
 
 
+def test_an_interrupted_run_leaves_what_an_earlier_one_wrote(quick, monkeypatch, tmp_path):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(validate, "_plan", lambda quick: iter([("one", interrupted)]))
+    file = tmp_path / "found.json"
+    file.write_text("earlier")
+    assert main(["validate", "--quick", "--to", str(file)]) == 130
+    assert file.read_text() == "earlier"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+def test_a_full_disk_is_named(quick, capsys):
+    assert main(["validate", "--quick", "--to", "/dev/full"]) == 1
+    assert "to: cannot write '/dev/full': No space left" in capsys.readouterr().err
+
+
 def test_one_wrong_bit_is_noticed(monkeypatch):
     """The comparison, with the model itself as the kernel, and with one bit of it changed."""
     from numflash import reference

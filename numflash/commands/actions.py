@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def export(args: argparse.Namespace) -> Any:
         f"{found['kernel']} for {found['cpu']} ({found['isa']}): {found['instructions']} instructions"
     )
     print("\n".join(found["files"]))
-    print(f"make -C {args.to} check")
+    print(f"make -C {shlex.quote(args.to)} check")
     return found
 
 

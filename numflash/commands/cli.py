@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import __version__
-from ..errors import NumflashError
+from ..errors import ArgumentError, NumflashError
 from . import actions
 
 
@@ -321,6 +321,17 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _check_environment() -> None:
+    """Raise where Numba would refuse a number of threads at its import, without naming it."""
+    text = os.environ.get("NUMBA_NUM_THREADS", "")
+    try:
+        good = int(text) > 0
+    except ValueError:  # Numba warns, and takes all cores
+        good = True
+    if not good:
+        raise ArgumentError(f"NUMBA_NUM_THREADS: got {text!r}; allowed: unset, or 1 or more")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
@@ -337,6 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.function is actions.job:
         args.words = words
     try:
+        _check_environment()
         if args.json:
             with contextlib.redirect_stdout(io.StringIO()):
                 result = args.function(args)

@@ -205,7 +205,11 @@ def _isa_of(cpu: str, isa: str | None, dtype: str, measured: int) -> str:
     if dtype == "float32":  # vectors of another length than the CPU's are no choice
         bits = export.LENGTHS.get(cpu, 128)
         own = [x for x in own if not x.startswith("sve") or x == f"sve{bits}"]
-    if isa not in (None, *own) or not own:
+    if not own:
+        raise ArgumentError(
+            f"dtype: got {dtype!r}, of which {cpu!r} has no tiles; allowed: another dtype or cpu"
+        )
+    if isa not in (None, *own):
         raise ArgumentError(
             f"isa: got {isa!r}; allowed for {cpu!r} and {dtype!r}: {', '.join(map(repr, own))}"
         )

@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,6 +167,14 @@ def _row(x: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def _write(to: str, mode: str, text: str) -> None:
+    try:
+        with open(to, mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ArgumentError(f"to: cannot write {to!r}: {error.strerror}; allowed: a file") from None
+
+
 def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
     """Every check; prints the table, and returns what it found (written to `to` as JSON, too).
 
@@ -184,12 +191,7 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
 
     begin = time.perf_counter()
     if to is not None:
-        try:
-            Path(to).write_text("", encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(
-                f"to: cannot write {to!r}: {error.strerror}; allowed: a file"
-            ) from None
+        _write(to, "a", "")  # what an earlier run wrote stays until there is something new
     plan = list(_plan(quick))
     seconds = 0.2 if quick else 0.5  # of each timed run: its least is taken
     found = []
@@ -228,7 +230,7 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
     table.note = f"it took {result['seconds']:.0f} s"
     table.show()
     if to is not None:
-        Path(to).write_text(json.dumps(result, indent=1, default=str), encoding="utf-8")
+        _write(to, "w", json.dumps(result, indent=1, default=str))
     if not result["ok"]:
         bad = [_row(x)[0] for x in found if not x["ok"]]
         raise ArithmeticError(f"validate: {len(bad)} checks failed: {'; '.join(bad)}")

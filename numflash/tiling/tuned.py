@@ -36,7 +36,7 @@ def _contents(file: Path) -> dict[str, dict[str, dict[str, int]]]:
             raise ValueError
     except OSError:
         return {}
-    except ValueError:
+    except (ValueError, RecursionError):  # also of brackets in brackets in brackets
         raise ArgumentError(
             f"{file}: not a file of tilings; allowed: as numflash tune writes it, or no file"
         ) from None
