@@ -20,7 +20,8 @@ from .program import Program, readable
 from .soft_cap import soft_cap
 from .tracing import Capture, is_tensor, record
 
-KEPT = 256
+KEPT = 256  # functions, at most, and bytes of the arrays that they have captured
+KEPT_BYTES = 128 << 20
 EMPTY = 0
 PARTIAL = 1
 FULL = 2
@@ -91,6 +92,11 @@ class Prepared:
             return True
         arrays, assumed = self.graph.arrays, tuple(self.assumed.items())  # a thread may add some
         return all(within(arrays[n], x) for n, x in assumed)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of the captured arrays."""
+        return sum(x.nbytes for x in self.graph.arrays)
 
     @functools.cached_property
     def tensors(self) -> list[Any]:
@@ -200,7 +206,7 @@ class Prepared:
 
 
 _lock = threading.RLock()  # a signal handler may call as well
-_known: OrderedDict[Any, tuple[Prepared, list[Any]]] = OrderedDict()
+_known: OrderedDict[Any, tuple[Prepared, list[Any]]] = OrderedDict()  # the oldest first
 
 
 def prepare(score_mod: Callable | None, mask_mod: Callable | None) -> Prepared:
@@ -219,6 +225,8 @@ def prepare(score_mod: Callable | None, mask_mod: Callable | None) -> Prepared:
     with _lock:
         _known[key] = made, held
         _known.move_to_end(key)
-        while len(_known) > KEPT:
-            _known.popitem(last=False)
+        room = KEPT_BYTES - sum(known.nbytes for known, _ in _known.values())
+        while len(_known) > KEPT or (room < 0 and len(_known) > 1):
+            _, (oldest, _) = _known.popitem(last=False)
+            room += oldest.nbytes
     return made

@@ -99,9 +99,17 @@ class LatentLayer(ResidentLayer):
         if not self.latent:
             return super()._create(key, value, capped)
         b, _, n, rank = key.shape
-        if self.cache.dtype == "int8":
-            self._balance = _balance(key, value)
         return self._store((b, 1, rank + value.shape[3], rank), n, False, False)
+
+    def _begin(self, key: Tensor, value: Tensor, valid: np.ndarray | None) -> None:
+        if not self.latent or self.cache.dtype != "int8":
+            return
+        latents, rotated = key[:, 0], value[:, 0]
+        if valid is not None:
+            there = torch.from_numpy(valid)
+            latents, rotated = latents[there], rotated[there]
+        if latents.numel():
+            self._balance = _balance(latents, rotated)
 
     def _held_sizes(self, held: KVCache) -> tuple[int, int, int]:
         if not self.latent:

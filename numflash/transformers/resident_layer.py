@@ -218,6 +218,8 @@ class ResidentLayer(CacheLayerMixin):
         reading = self.cache.reading(self, mask, b, n)
         if self.store is None:
             self.store = self._create(key, value, bool(options.get("softcap")))
+        if not self.store.lengths.any():
+            self._begin(key, value, reading.valid)
         self._reserve(n)
         if reading.standard and self._suits_decode(n, query.shape[1] // key.shape[1]):
             out = self._decode(query, key, value, reading, options)
@@ -260,6 +262,8 @@ class ResidentLayer(CacheLayerMixin):
         key, value = self._new
         if self.store is None:
             self.store = self._create(key, value, False)
+        if not self.store.lengths.any():
+            self._begin(key, value, None)
         self._reserve(key.shape[2])
         with pytorch_threads():
             self._append(key, value, PLAIN)
@@ -270,6 +274,9 @@ class ResidentLayer(CacheLayerMixin):
         b, heads, n, d = key.shape
         rounded = self.cache.dtype in INTEGERS
         return self._store((b, heads, d, value.shape[3]), n, rounded and not capped, rounded)
+
+    def _begin(self, key: Tensor, value: Tensor, valid: np.ndarray | None) -> None:
+        """Look at the first tokens before they are stored; those of padding are not `valid`."""
 
     def _store(
         self, shape: tuple[int, int, int, int], tokens: int, smooth: bool, rotate: bool

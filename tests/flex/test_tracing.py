@@ -2,11 +2,13 @@
 
 import ctypes
 import functools
+import gc
 import mmap
 import sys
 import types
 import warnings
-from collections import namedtuple
+import weakref
+from collections import OrderedDict, namedtuple
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import pytest
 import numflash
 from flex import gallery as g
 from numflash.errors import ArgumentError, ArgumentTypeError
+from numflash.flex import prepared
 from numflash.flex.graph import expression
 from numflash.flex.prepared import Prepared, prepare
 
@@ -153,6 +156,28 @@ def fresh(c, table, scale=1.0, *, shift=0.0):
         return biased(score, k) * scale + shift
 
     return function
+
+
+def test_arrays_of_functions_that_are_gone_are_not_kept_without_end(monkeypatch):
+    """A table for each step: the newest and as many as there is room for."""
+    table_bytes = 40 * 40 * 4
+    monkeypatch.setattr(prepared, "KEPT_BYTES", 3 * table_bytes)
+    monkeypatch.setattr(prepared, "_known", OrderedDict())
+    alive = []
+    for n in range(8):
+        table = np.full((40, 40), n, np.float32)
+        alive.append(weakref.ref(table))
+        prepare(lambda score, b, h, i, j, table=table: score + table[i, j], None)
+    del table
+    gc.collect()
+    assert [x() is not None for x in alive] == [False] * 5 + [True] * 3
+    large = np.zeros((400, 400), np.float32)
+
+    def score_mod(score, b, h, i, j):
+        return score + large[i, j]
+
+    assert prepare(score_mod, None) is prepare(score_mod, None)
+    assert len(prepared._known) == 1
 
 
 def test_a_new_function_of_the_same_code_and_values_is_known():

@@ -135,6 +135,24 @@ def test_int8_keeps_latents_and_rotated_keys_of_any_size(model):
     assert max(errors) < 1.3 * min(errors)
 
 
+@pytest.mark.parametrize("chunk", [50, 20])
+def test_padding_does_not_say_how_large_latents_are(model, chunk):
+    """Most of the first piece is padding, or all of it; rotated keys are 16 times as large."""
+    other = transformers.MiniCPM3ForCausalLM(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    for layer in other.model.layers:
+        layer.self_attn.kv_a_proj_with_mqa.weight.data[RANK:] *= 16
+    tokens = TOKENS[:1, :60]
+    padding = torch.zeros(1, 40, dtype=tokens.dtype)
+    mask = torch.cat((torch.zeros_like(padding), torch.ones_like(tokens)), 1)
+    found = []
+    for ids, given in ((tokens, None), (torch.cat((padding, tokens), 1), mask)):
+        cache = nt.ResidentCache(other.config, "int8")
+        logits(other, "numflash", cache, ids.split(chunk, 1), given)
+        found.append([layer._balance for layer in cache.layers])
+    assert found[0] == found[1] and max(found[0]) < 1
+
+
 class Adapted(torch.nn.Linear):
     """A projection whose weight alone does not say what it computes."""
 
