@@ -430,4 +430,7 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    {"measure": measure, "draw": draw, "write": write}[sys.argv[1]](*sys.argv[2:])
+    jobs = {"measure": measure, "draw": draw, "write": write}
+    if len(sys.argv) < 2 or sys.argv[1] not in jobs:
+        sys.exit(__doc__)
+    jobs[sys.argv[1]](*sys.argv[2:])

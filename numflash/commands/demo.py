@@ -150,19 +150,9 @@ def phase_table(
 
 
 def tiling_text(isa: str) -> str:
-    """The tiling of this machine's kernel and of the A64FX summary's (docs/sources.md), with their
-    sizes.
-    """
-    names = [f"{isa}-int8", "a64fx-fused-48x64"]
-    parts = ["4. What fits which cache"]
-    for name in names:
-        t = tiling.TILINGS[name]
-        caches = tiling.CACHES["a64fx"] if "a64fx" in name else tiling.Caches.of_this_machine()
-        parts += [
-            t.explain(128, caches=caches),
-            *([f"  after {t.source}, which says 46 KB"] if t.source else []),
-        ]
-    return "\n".join(parts)
+    """The tiling of this machine's INT8 kernel, with its sizes."""
+    t = tiling.TILINGS[f"{isa}-int8"]
+    return f"4. What fits which cache\n{t.explain(128, caches=tiling.Caches.of_this_machine())}"
 
 
 def run(threads: int = 1) -> dict[str, Any]:

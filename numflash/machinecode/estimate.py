@@ -23,6 +23,7 @@ from ..cpu.isa.operands import Packed, Rows, Scales
 from ..cpu.isa.vectors import I32, I64, data, store
 from ..jit import target
 from ..measure.console import Progress, Table
+from ..measure.contenders import check_request
 from ..tiling import KEY_BLOCK
 from . import assembly, codegen
 from .emulator import Emulated
@@ -289,6 +290,7 @@ def run(cpu: str, instructions_only: bool = False, head_dim: int = 128) -> dict[
     UnsupportedError
         Without llvm-mca (unless `instructions_only`).
     """
+    check_request(head_dim)
     isa = isa_of(cpu)
     model = (
         None if instructions_only or isa is None else Model(cpu)

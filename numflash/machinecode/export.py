@@ -22,6 +22,7 @@ from numba import types
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
 from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
+from ..jit.whole import write_whole
 from . import codegen, exported, exported_decode, exported_softmax
 from .exported import Export, Parameter
 
@@ -355,7 +356,7 @@ def run(kernel: str, cpu: str, to: str | Path) -> dict[str, Any]:
             "Makefile": _makefile(kernel, _target(cpu).triple),
         }
         for file, content in files.items():
-            (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+            write_whole(folder / file, content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise ArgumentError(
             f"to: cannot write to {str(to)!r}: {error.strerror}; allowed: a folder"
