@@ -23,6 +23,8 @@ from .sdpa import PYTORCH, scaled_dot_product_attention
 logger = logging.getLogger("numflash")
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 WEIGHTS = "torch.nn.MultiheadAttention that returns its weights; allowed: need_weights=False"
+MOST_REASONS = 100  # which may differ in a length alone: the rest are one
+OTHER_REASONS = f"other reasons, beyond the first {MOST_REASONS}"
 _FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
 _DERIVE = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -140,6 +142,8 @@ class use(TorchFunctionMode):
             if reason not in self.fallbacks:
                 self.fallbacks[reason] = 1
             return
+        if reason not in self.fallbacks and len(self.fallbacks) >= MOST_REASONS:
+            reason = OTHER_REASONS
         self.fallbacks[reason] += 1
         self._log()
 

@@ -107,6 +107,15 @@ def test_use_raises_or_falls_back():
     )
 
 
+def test_reasons_that_differ_in_a_length_are_not_kept_without_end(monkeypatch):
+    monkeypatch.setattr(nt.routing, "MOST_REASONS", 2)
+    wide = torch.zeros(1, 1, 1, 600)
+    with nt.use(fallback=True) as routed:
+        for length in range(1, 6):
+            SDPA(wide.expand(1, 1, length, 600), wide, wide)
+    assert [*routed.fallbacks.values()] == [1, 1, 3]
+
+
 @pytest.mark.parametrize("fallback", [False, True])
 def test_a_real_mistake_is_an_error_either_way(fallback):
     with nt.use(fallback=fallback), pytest.raises(RuntimeError):
