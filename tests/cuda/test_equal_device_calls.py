@@ -266,8 +266,8 @@ print(len(plans.plans.plans), len(watched) > 12)
 del x, y, more, lse
 pool.clear(), taken.clear(), planned.clear(), gc.collect()
 print(sum(t() is not None for t in watched))
-from numflash.tiling import store
-store.MOST = 3
+from numflash.tiling import plan_cache
+plan_cache.MOST = 3
 for n in range(1, 9):
     numflash.attention(*(T(1, 1, 8 * n, 64) for _ in range(3)))
 print(len(plans.plans.plans))
