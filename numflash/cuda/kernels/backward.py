@@ -28,17 +28,11 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .backward_band import make_clear, make_find_bounds, make_find_columns, make_find_rows
-from .pieces import (
-    NEG_INF,
-    Call,
-    make_copy,
-    make_load_tile,
-    make_read,
-    make_store_rows,
-    swizzle_of,
-)
+from .blocks import Call
 from .products import make_add, make_scores, make_stage
 from .scores import LOG2E, tanh_fast
+from .softmax import NEG_INF
+from .tiles import make_copy, make_load_tile, make_read, make_store_rows, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 

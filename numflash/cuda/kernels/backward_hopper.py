@@ -21,6 +21,7 @@ from .backward_band import make_block_of, make_find_columns
 from .backward_hopper_rows import make_write_sums
 from .backward_hopper_tiles import CONSUMERS, ROWS, Layout, make_bring, make_ring
 from .backward_hopper_weights import Rows, make_find_statistics, make_weights
+from .blocks import Call
 from .hopper import (
     DESCRIPTOR,
     FEWER,
@@ -32,7 +33,7 @@ from .hopper import (
     make_issue_scores,
 )
 from .hopper_schedule import make_place_in, make_rows_at
-from .pieces import Call, make_read
+from .tiles import make_read
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 

@@ -41,7 +41,8 @@ from .decode_task import (
     make_layout,
     make_position,
 )
-from .pieces import NEG_INF, quad_max, quad_sum, swizzle_of
+from .softmax import NEG_INF, quad_max, quad_sum
+from .tiles import swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BLOCK_K = 64  # keys of a tile: 16 per warp

@@ -19,7 +19,7 @@ from ...numerics import quantize_kernels
 from ...numerics.fixedpoint import CODE_QUERY_ONE, KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import make_copy, swizzle_of
+from .tiles import make_copy, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = 4

@@ -18,19 +18,8 @@ from typing import Any, NamedTuple
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import make_tile_range
 from .key_parts import make_find_part, make_share, make_store_part
-from .pieces import (
-    NEG_INF,
-    State,
-    make_load_rows,
-    make_load_tile,
-    make_rescale,
-    make_softmax,
-    make_store_rows,
-    make_tile_range,
-    quad_sum,
-    swizzle_of,
-)
 from .products import make_add, make_scores, make_stage
 from .score_functions import known, make_apply, make_tile_list, pointers_of
 from .scores import (
@@ -45,6 +34,8 @@ from .scores import (
     make_adjust,
     make_hide,
 )
+from .softmax import NEG_INF, State, make_rescale, make_softmax, quad_sum
+from .tiles import make_load_rows, make_load_tile, make_store_rows, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 OWN = 10  # pointers before those of the functions

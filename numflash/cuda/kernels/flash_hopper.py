@@ -20,15 +20,16 @@ from typing import Any, NamedTuple
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import Call, make_tile_range
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, make_issue_scores
 from .hopper_cluster import make_bring, make_meet, make_release, readers
 from .hopper_rows import PARTS, make_write_rows
 from .hopper_schedule import make_place_in, make_rows_at
 from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
 from .key_parts import make_share
-from .pieces import NEG_INF, Call, State, make_tile_range
 from .score_functions import known, make_tile_list, pointers_of
 from .scores import ScoreOptions, load_slopes
+from .softmax import NEG_INF, State
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel

@@ -31,6 +31,7 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, types
 from ..instructions import ptx
+from .blocks import make_find_block, make_tile_range
 from .int8_first import make_begin_rows
 from .int8_pairs import join_maxima, make_give, make_sum_given, make_take
 from .int8_rows import (
@@ -52,14 +53,7 @@ from .int8_softmax import (
 )
 from .int8_values import FLOAT_KEYS, PADDING, Values, make_byte_values, make_float_values
 from .int8_weights import PLANES, make_weigh
-from .pieces import (
-    make_copy,
-    make_find_block,
-    make_load_rows,
-    make_load_tile,
-    make_tile_range,
-    swizzle_of,
-)
+from .tiles import make_copy, make_load_rows, make_load_tile, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 # what depends on the numbers is computed anew after these: kept for every tile, it would spill

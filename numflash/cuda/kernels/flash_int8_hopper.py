@@ -28,6 +28,7 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import make_find_block, make_tile_range
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, descriptor, make_issue_scores
 from .int8_first import make_begin_rows
 from .int8_rows import (
@@ -48,7 +49,6 @@ from .int8_softmax import (
     make_sum_weights,
 )
 from .int8_weights import make_weigh
-from .pieces import make_find_block, make_tile_range
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 MAPS = 4
