@@ -29,7 +29,7 @@ from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
 from .key_parts import make_share
 from .score_functions import known, make_tile_list, pointers_of
 from .scores import ScoreOptions, load_slopes
-from .softmax import NEG_INF, State
+from .softmax import NEG_INF, State, make_rescale
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
@@ -109,7 +109,7 @@ def flash_hopper(
     band, _, _, alibi, _, sinks, functions, listed = chosen
     consumers = block_q // 64
     more_registers = MORE[consumers]
-    value_tiles, k_steps, p_steps = dv // 8, d // 16, block_k // 16
+    k_steps, p_steps = d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
     d_panels, dv_panels = d // PANEL, dv // PANEL
     q_panel, k_panel = block_q * PANEL_BYTES, block_k * PANEL_BYTES  # bytes of one panel of a tile
@@ -126,6 +126,7 @@ def flash_hopper(
     transform = chosen.transforms or known(functions).changes
     find_tiles, start_of, _, all_seen = make_tile_list(OWN, listed, block_k)
     pack, describe = ptx.pack[dtype], make_describe(packed)
+    rescale = make_rescale(dv // 8)
     tile_range = make_tile_range(block_q, block_k, packed, band)
     rows_at = make_rows_at((band or listed) and not split)
     place_in = make_place_in(cluster)
@@ -162,12 +163,6 @@ def flash_hopper(
     def weights(p, s):
         for n in range(n_p):
             p[n] = pack(s[2 * n], s[2 * n + 1])
-
-    @device_function
-    def shrink(o, alpha):
-        for n in range(value_tiles):
-            for e in range(4):
-                o[4 * n + e] *= alpha[e >> 1]
 
     @device_function
     def begin(work, n, ring):
@@ -236,7 +231,7 @@ def flash_hopper(
         def in_order(work, state, n, ring, block, call):
             alone(work, n, ring)
             soften(work.s, state, n, block, call)
-            shrink(work.o, state.alpha)
+            rescale(work.o, state.alpha)
             weights(work.p, work.s)
             add_values(work, n, ring)
             wait_none()
@@ -257,7 +252,7 @@ def flash_hopper(
             ptx.store_shared_f32(ring.sums, state.l[0] + state.l[1])
             wait_none()
             values_read(work, n - 1, ring)
-            shrink(work.o, state.alpha)
+            rescale(work.o, state.alpha)
             weights(work.p, work.s)
 
         return soften, beside if overlap else in_order
