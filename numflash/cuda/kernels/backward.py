@@ -32,7 +32,7 @@ from .blocks import Call
 from .products import make_add, make_scores, make_stage
 from .scores import LOG2E, tanh_fast
 from .softmax import NEG_INF
-from .tiles import make_copy, make_load_tile, make_read, make_store_rows, swizzle_of
+from .tiles import make_copy, make_load_tile, make_read, make_store_rows, make_waits, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
@@ -134,7 +134,7 @@ def flash_backward(
     read_a, read_b = make_read(d_bytes), make_read(dv_bytes)
     stage_a, stage_b = (make_stage(n, dtype, turing) for n in (d, dv))
     store_a, store_b = (make_store_rows(n, 1) for n in (d_bytes, dv_bytes))
-    copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
+    copy, (commit, wait_all, _) = make_copy(not turing), make_waits(not turing)
 
     @device_function
     def move(sc, stage, call, start, other_left, head, batch, thread):
@@ -317,7 +317,7 @@ def flash_backward(
             if other_head < heads_of_other:
                 start = i32(tile * columns)
                 move(sc, i32(0), call, start, other_left, head_of_other, batch, thread)
-            ptx.cp_async_commit()
+            commit()
             wait_all()
         cuda.syncthreads()
 
@@ -373,7 +373,7 @@ def flash_backward(
                 if ahead_head < heads_of_other:
                     next_start, begin = i32(ahead * columns), i32(begin + ahead_head)
                     move(sc, i32(stage ^ 1), call, next_start, other_left, begin, entry, mover)
-                ptx.cp_async_commit()
+                commit()
             c_tile, e_tile = sc + u32(stage * c_size), se + u32(stage * e_size)
             stat_at = st + u32(stage * stat_size) + u32((lane & 3) * 16)
 

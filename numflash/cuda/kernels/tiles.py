@@ -30,18 +30,6 @@ def swizzle_of(row_bytes: int) -> tuple[int, int]:
 
 
 @functools.cache
-def make_place(row_bytes: int) -> Any:
-    """place(r, c): the byte of a tile at which chunk c of row r, of 16 bytes, is stored."""
-    shift, xor = swizzle_of(row_bytes)
-
-    @device_function
-    def place(r, c):
-        return r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)
-
-    return place
-
-
-@functools.cache
 def make_read(row_bytes: int, transposed: bool = False) -> Any:
     """read(d, place, at, chunk, n, ahead).
 
@@ -85,6 +73,19 @@ def make_copy(asynchronous: bool) -> Any:
         ptx.store_shared_v4(place + u32(ahead), four, 0)
 
     return copy_later if asynchronous else copy_now
+
+
+@functools.cache
+def make_waits(asynchronous: bool) -> tuple[Any, Any, Any]:
+    """(commit, wait_all, wait_but_one): what copies of `make_copy` need.
+
+    The end of a group of copies; waits until all groups, all but the last one, have arrived. Nothing
+    where copies are made at once.
+    """
+    if asynchronous:
+        return ptx.cp_async_commit, ptx.cp_async_wait[0], ptx.cp_async_wait[1]
+    nothing = device_function(lambda: None)
+    return nothing, nothing, nothing
 
 
 @functools.cache
@@ -217,3 +218,35 @@ def make_store_rows(row_bytes: int, group: int) -> Any:
                 )
 
     return store_rows
+
+
+@device_function
+def left_row(lane):
+    """Of 16 rows the one whose address a lane gives ldmatrix: for the left operand of a product, or
+    with `.trans` for the right one.
+    """
+    return lane & 15
+
+
+@device_function
+def right_row(lane):
+    """As `left_row` for the right operand of a product, whose columns are rows in memory."""
+    return ((lane >> 4) << 3) + (lane & 7)
+
+
+@functools.cache
+def make_first_chunk(row_bytes: int) -> tuple[Any, Any]:
+    """(left_chunk(lane, row), right_chunk(lane, row)): the place of a lane's first chunk in its
+    `left_row` or `right_row` of a tile. The others are an XOR with an even number away.
+    """
+    shift, xor = swizzle_of(row_bytes)
+
+    @device_function
+    def left_chunk(lane, row):
+        return u32((lane >> 4) ^ ((row >> shift) & xor))
+
+    @device_function
+    def right_chunk(lane, row):
+        return u32(((lane >> 3) & 1) ^ ((row >> shift) & xor))
+
+    return left_chunk, right_chunk
