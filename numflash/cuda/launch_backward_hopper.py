@@ -21,7 +21,8 @@ from .device.operands import (
 )
 from .instructions.tensormap import TensorMap
 from .kernels.backward_hopper import backward_hopper
-from .kernels.backward_hopper_tiles import PANEL, ROWS
+from .kernels.backward_hopper_tiles import ROWS
+from .kernels.hopper import PANEL
 
 Arrays = tuple[np.ndarray, ...]
 ShapeOf = Callable[[str, str, int], dict[str, int]]

@@ -315,7 +315,8 @@ def hopper_forward(
 
     Sinks and parts as for `float_forward`; `tiling` replaces the one that is chosen for the problem.
     """
-    from .kernels.flash_hopper import PANEL, flash_hopper
+    from .kernels.flash_hopper import flash_hopper
+    from .kernels.hopper import PANEL
 
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v, out, lse = _operands(problem, results)
