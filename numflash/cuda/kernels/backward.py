@@ -28,10 +28,9 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .backward_band import make_clear, make_find_bounds, make_find_columns, make_find_rows
+from .backward_weights import make_find_statistics, make_weigh
 from .blocks import Call
 from .products import make_add, make_scores, make_stage
-from .scores import LOG2E, tanh_fast
-from .softmax import NEG_INF
 from .tiles import make_copy, make_load_tile, make_read, make_store_rows, make_waits, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -45,15 +44,6 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 SIGNATURE = types.void(
     types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 4)
 )
-
-
-class Statistics(NamedTuple):
-    """LSE and D of a thread's two rows, where queries own."""
-
-    lse0: Any
-    lse1: Any
-    delta0: Any
-    delta1: Any
 
 
 class Other(NamedTuple):
@@ -103,7 +93,6 @@ def flash_backward(
     n_a = d // 2 if want_a else 1
     n_b = dv // 2 if want_b else 1
     n_s = chunk // 2
-    tiles_of_8 = chunk // 8
     # the own rows' fragments stay in registers where there is room: with a mask, whose chunks are
     # smaller, there is more of it
     keep = n_a + n_b + (d + dv) // 4 <= (144 if mask else 128)
@@ -118,9 +107,10 @@ def flash_backward(
     find_rows = make_find_rows(rows, of_keys, band, folded)
     find_columns = make_find_columns(rows, columns, of_keys, band)
     stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
-    has_mask, float_mask = bool(mask), mask == "float"
-    find_bounds, clear = make_find_bounds(band, has_mask), make_clear(tiles_of_8)
-    transform = softcap or alibi or float_mask
+    has_mask = bool(mask)
+    find_bounds, clear = make_find_bounds(band, has_mask), make_clear(chunk // 8)
+    find_statistics = make_find_statistics(of_keys)
+    weigh = make_weigh(chunk, of_keys, want_a, mask, softcap, alibi)
     heads_of_other = group if of_keys else 1
     load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
     load_c, load_e = (make_load_tile(columns, n, threads, not turing) for n in (d_bytes, dv_bytes))
@@ -159,19 +149,6 @@ def flash_backward(
             )
 
     @device_function
-    def find_statistics(stats, block, row, heads, stat_rows):
-        """Of row `row` and the one 8 further; their rows are padded to whole blocks."""
-        if of_keys:
-            return Statistics(f32(0), f32(0), f32(0), f32(0))
-        at = stats + u64(((block.batch * heads + block.head) * stat_rows + row) * 8)
-        return Statistics(
-            ptx.load_global_f32(at),
-            ptx.load_global_f32(at + u64(64)),
-            ptx.load_global_f32(at + u64(4)),
-            ptx.load_global_f32(at + u64(68)),
-        )
-
-    @device_function
     def find_other(lane):
         row = ((lane >> 4) << 3) + (lane & 7)
         transposed = lane & 15
@@ -195,69 +172,6 @@ def flash_backward(
                 and (column <= i32(first + 15 + block.offset + block.after))
             )
         return found
-
-    @device_function
-    def weigh_part(s, g, low, high, block, query_head, statistics, stat_at, row, column0, call):
-        """P and dS of a chunk from its scores S and from dP, without regard to bounds where there
-        is no mask.
-        """
-        scale_log2, _, cap, twice = call.factors
-        mask_batch, mask_head, mask_query, mask_key = call.strides[18:]
-        row_step, column_step = (mask_key, mask_query) if of_keys else (mask_query, mask_key)
-        four = cuda.local.array(4, u32)
-        upper, lower, steep = u64(0), u64(0), f32(0)
-        if has_mask:
-            upper = ptx.fresh_address(
-                call.pointers[9]
-                + u64(
-                    ptx.fresh(block.batch) * mask_batch
-                    + ptx.fresh(query_head) * mask_head
-                    + row * row_step
-                    + column0 * column_step
-                )
-            )
-            lower = ptx.fresh_address(upper + u64(8 * row_step))
-        if alibi:
-            at = call.pointers[10] + u64((block.batch * call.sizes[4] + query_head) * 4)
-            steep = ptx.load_global_f32(at) * LOG2E
-        for n in range(tiles_of_8):
-            if of_keys:
-                ptx.load_shared_v4(four, 0, stat_at + u32(64 * n))
-            for i in range(4):
-                second = i > 1
-                lse = statistics.lse1 if second else statistics.lse0
-                delta = statistics.delta1 if second else statistics.delta0
-                if of_keys:
-                    lse = ptx.from_bits(four[2 if i & 1 else 0])
-                    delta = ptx.from_bits(four[3 if i & 1 else 1])
-                column = i32(column0 + 8 * n + (i & 1))
-                x, slope, seen = s[4 * n + i], f32(1), True
-                if transform:
-                    x = x * scale_log2  # in units of log2
-                    if softcap:
-                        t = tanh_fast(x, twice)
-                        x, slope = cap * t, f32(1) - t * t
-                    if alibi:
-                        mine = i32(row + (8 if second else 0))
-                        away = i32(column - mine) if of_keys else i32(mine - column)
-                        x -= steep * ptx.to_float(i32(abs(away + block.diagonal)))
-                if has_mask:
-                    seen = column >= low[i >> 1] and column < high[i >> 1]
-                    if seen:
-                        at = (lower if second else upper) + u64((8 * n + (i & 1)) * column_step)
-                        if float_mask:
-                            bias = ptx.load_global_f32(at)
-                            seen = bias != NEG_INF
-                            x += bias * LOG2E
-                        else:
-                            seen = ptx.load_global_u8(at) != u32(0)
-                p = ptx.ex2(x - lse if transform else ptx.fma(x, scale_log2, -lse))
-                if want_a:
-                    ds = p * (g[4 * n + i] - delta)
-                    if softcap:
-                        ds *= slope
-                    g[4 * n + i] = ds if seen else f32(0)
-                s[4 * n + i] = p if seen else f32(0)
 
     @device_function
     def store_sums(sum_a, sum_b, sa, sb, call, block, first, warp, lane):
@@ -395,9 +309,7 @@ def flash_backward(
                     column0 = i32(column + 2 * (quad & 3))
                     find_bounds(low, high, block, row)
                     at = stat_at + u32(part * 8)
-                    weigh_part(
-                        s, g, low, high, block, query_head, statistics, at, row, column0, call
-                    )
+                    weigh(s, g, low, high, block, query_head, statistics, at, row, column0, call)
                     if not has_mask and (start < whole_low or i32(start + columns) > whole_high):
                         clear(s, low, high, column0)
                         clear(g, low, high, column0)
