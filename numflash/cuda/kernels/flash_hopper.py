@@ -24,7 +24,7 @@ from .blocks import Call
 from .hopper import DESCRIPTOR, FEWER, MORE, ahead, descriptor, make_issue_scores
 from .hopper_cluster import make_meet, make_release
 from .hopper_keys import make_keys_of, make_rows_in
-from .hopper_ring import Layout, make_bring, make_ring, make_with_queries
+from .hopper_ring import BARRIERS, OF_VALUES, Layout, make_bring, make_ring, make_with_queries
 from .hopper_rows import make_write_rows
 from .hopper_schedule import make_place_in
 from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
@@ -121,7 +121,7 @@ def flash_hopper(
         O may be under way; where it is not, `fence_o` keeps what changes it ahead of the products.
         """
         stage = u32(n & 1)
-        ptx.mbarrier_wait(ring.full + stage * u32(16), u32((n >> 1) & 1))
+        ptx.mbarrier_wait(ring.full + stage * u32(BARRIERS), u32((n >> 1) & 1))
         if ping_pong:
             ptx.barrier(ring.turn, u32(256))
         fence_s(work.s, 0)
@@ -136,7 +136,7 @@ def flash_hopper(
         16 keys (two groups of 8 rows of 128 bytes) at a time.
         """
         stage = u32(n & 1)
-        ptx.mbarrier_wait(ring.full + stage * u32(16) + u32(8), u32((n >> 1) & 1))
+        ptx.mbarrier_wait(ring.full + stage * u32(BARRIERS) + u32(OF_VALUES), u32((n >> 1) & 1))
         fence_o(work.o, 0)
         ptx.wgmma_fence()
         dv_at = descriptor(value_descriptor, ring.tiles + stage * u32(pair) + u32(k_size))
@@ -153,13 +153,13 @@ def flash_hopper(
     def scores_read(work, n, ring):
         """After a wait for the scores of the ring's tile n: the stage of its keys is empty."""
         fence_s(work.s, 0)
-        release(ring.emptied + u32(n & 1) * u32(16))
+        release(ring.emptied + u32(n & 1) * u32(BARRIERS))
 
     @device_function
     def values_read(work, n, ring):
         """After a wait for O += P . V of the ring's tile n: the stage of its values is empty."""
         fence_o(work.o, 0)
-        release(ring.emptied + u32(n & 1) * u32(16) + u32(8))
+        release(ring.emptied + u32(n & 1) * u32(BARRIERS) + u32(OF_VALUES))
 
     @device_function
     def alone(work, n, ring):

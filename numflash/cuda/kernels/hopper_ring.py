@@ -19,6 +19,8 @@ from .hopper_cluster import make_release, readers
 
 i32, u32, u64 = types.int32, types.uint32, types.uint64
 STAGES = 2
+BARRIERS, OF_VALUES = 16, 8  # bytes of a stage's two mbarriers: of keys, then of values
+K, V = 128, 256  # tensor maps, bytes from the first, which is Q's
 
 
 class Layout(NamedTuple):
@@ -180,9 +182,11 @@ def make_bring(
         happens ahead of that tile's softmax. With two tiles of Q those with the last but one are done
         when tile n - 2 is, for which the keys have waited.
         """
-        bar = ring.full + u32(n & 1) * u32(16)
+        bar = ring.full + u32(n & 1) * u32(BARRIERS)
         if queries == 1:
-            ptx.mbarrier_wait(ring.empty + u32((n - 1) & 1) * u32(16), u32(((n - 1) >> 1) & 1))
+            ptx.mbarrier_wait(
+                ring.empty + u32((n - 1) & 1) * u32(BARRIERS), u32(((n - 1) >> 1) & 1)
+            )
         ptx.mbarrier_expect(bar, u32(q_size))
         place = rows_in(ptx.fresh(turn), call)  # in no register until here
         first_row, first_head, batch, _ = place
@@ -199,22 +203,24 @@ def make_bring(
         Their stage is free before the rows are.
         """
         stage = u32(n & 1)
-        bar, at = ring.full + stage * u32(16), ring.tiles + stage * u32(pair)
-        ptx.mbarrier_wait(ring.empty + stage * u32(16), u32(((n >> 1) & 1) ^ 1))
+        bar, at = ring.full + stage * u32(BARRIERS), ring.tiles + stage * u32(pair)
+        ptx.mbarrier_wait(ring.empty + stage * u32(BARRIERS), u32(((n >> 1) & 1) ^ 1))
         if first:
             ptx.mbarrier_expect_more(bar, u32(k_size))
         else:
             ptx.mbarrier_expect(bar, u32(k_size))
-        bring_k(at, maps + u64(128), start, place[1] // group, place[2], bar)
+        bring_k(at, maps + u64(K), start, place[1] // group, place[2], bar)
 
     @device_function
     def bring_values(n, start, place, ring, maps):
         stage = u32(n & 1)
-        bar = ring.full + stage * u32(16) + u32(8)
+        bar = ring.full + stage * u32(BARRIERS) + u32(OF_VALUES)
         at = ring.tiles + stage * u32(pair) + u32(k_size)
-        ptx.mbarrier_wait(ring.empty + stage * u32(16) + u32(8), u32(((n >> 1) & 1) ^ 1))
+        ptx.mbarrier_wait(
+            ring.empty + stage * u32(BARRIERS) + u32(OF_VALUES), u32(((n >> 1) & 1) ^ 1)
+        )
         ptx.mbarrier_expect(bar, u32(v_size))
-        bring_v(at, maps + u64(256), start, place[1] // group, place[2], bar)
+        bring_v(at, maps + u64(V), start, place[1] // group, place[2], bar)
 
     @device_function
     def bring(turn, n, ring, maps, call):
