@@ -32,7 +32,7 @@ from numflash.course import answer_of, bars, card, check, figure, table
 from numflash.cuda import emulate, study
 from numflash.cuda.device.operands import emulated
 from numflash.cuda.instructions import ptx
-from numflash.cuda.kernels.pieces import swizzle_of
+from numflash.cuda.kernels.tiles import swizzle_of
 from numflash.cuda.study.pieces import layout_of
 
 u32, i32 = np.uint32, np.int32

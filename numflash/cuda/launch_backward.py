@@ -17,17 +17,18 @@ from ..validation import LARGEST_LSE, Problem
 from .compile import ARCHITECTURES
 from .device import current_device
 from .device.operands import (
-    EMULATED_BLOCKS,
     LOG2E,
     Launch,
     aligned,
     band,
+    emulate_launch,
     folding,
     key_places,
     one_mask,
     option_constants,
     padded,
     padded_rows,
+    refuse_bfloat16,
     resident_ids,
     slopes_of,
     steps,
@@ -38,7 +39,7 @@ from .kernels.backward import flash_backward
 from .kernels.backward_float32 import backward_float32
 from .kernels.backward_rows import ROWS, backward_rows
 from .kernels.flash_float32 import WARPS
-from .launch_backward_hopper import ShapeOf, hopper_passes, takes
+from .launch_backward_hopper import ShapeOf, hopper_passes, pass_of, takes
 from .launch_backward_hopper import shape_of as hopper_shape
 
 BLOCK = 64  # rows of statistics come in whole blocks, of the largest `mma.sync` pass
@@ -231,19 +232,21 @@ def float32_backward(
         **option_constants(problem),
     }
     here = resident_ids(results, *arrays, dq, dk, dv_out, mask_at, bias_at)
-    launches = (
-        Launch(
-            backward_float32,
-            {"gradients": which, **constants},
-            arch,
-            (-(-rows // WARPS), heads, nb),
-            ((*arrays[:6], *sums, *shared, *arrays[6:]), *numbers),
-            lambda: None,
-            here,
-            written=sums,
+    launches = []
+    for which in ("kv", "q"):
+        own = pass_of(which, arrays[:4], (dq, dk, dv_out))
+        launches.append(
+            Launch(
+                backward_float32,
+                {"gradients": which, **constants},
+                arch,
+                (-(-own.rows // WARPS), own.heads, nb),
+                ((*arrays[:6], *own.sums, *shared, *arrays[6:]), *numbers),
+                lambda: None,
+                here,
+                written=own.sums,
+            )
         )
-        for which, rows, heads, sums in (("kv", s, nkv, (dk, dv_out)), ("q", length, nh, (dq, dq)))
-    )
     return Backward(tuple(x for x in launches if 0 not in x.grid), (dq, dk, dv_out))
 
 
@@ -261,9 +264,9 @@ def _warp_passes(
     mask : its memory, kind and strides
     launch : (factory, constants, grid, arguments, arrays that are written) -> Launch
     """
-    nb, nh, nkv, length, s, d, dv = problem.shape
-    q, k, v, do = operands
-    dq, dk, dv_out, stats = results
+    nb, nh, nkv, _, s, d, dv = problem.shape
+    q, _, v, _ = operands
+    stats = results[3]
     wide, dv_wide, rows = padded(d), padded(dv), stats.shape[2] // 2
     has_band, left, right = band(problem)
     places, slopes = key_places(problem, s), slopes_of(problem)
@@ -288,19 +291,16 @@ def _warp_passes(
     found = []
     for which in passes(wide, dv_wide):
         shape = shape_of(which, wide, dv_wide, arch, bool(kind))
-        own, other, sums = (
-            ((q, do), (k, v), (dq, dq)) if which == "q" else ((k, v), (q, do), (dk, dv_out))
-        )
-        count, others, heads = (length, s, nh) if which == "q" else (s, length, nkv)
+        arrays = pass_of(which, operands, results)
         args = (
-            (*own, *other, *sums, stats, *places, stored, slopes),
-            (*steps(*own, *other, *sums), *mask_strides),
-            (count, others, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right, rows),
+            (*arrays.own, *arrays.other, *arrays.sums, stats, *places, stored, slopes),
+            (*steps(*arrays.own, *arrays.other, *arrays.sums), *mask_strides),
+            (arrays.rows, arrays.others, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right, rows),
             factors,
         )
-        grid = (-(-count // shape["rows"]), heads, nb)
+        grid = (-(-arrays.rows // shape["rows"]), arrays.heads, nb)
         constants = {"gradients": which, **shape, **common}
-        found.append(launch(flash_backward, constants, grid, args, sums))
+        found.append(launch(flash_backward, constants, grid, args, arrays.sums))
     return found
 
 
@@ -334,8 +334,7 @@ def float_backward(
         they lie.
     """
     nb, nh, _, length, _, d, dv = problem.shape
-    if problem.precision == "bfloat16" and arch == "sm_75":
-        raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
+    refuse_bfloat16(problem, arch)
     padded(d)  # refuses what has no kernel
     problem, (q, k, v, do, o, lse), (dq, dk, dv_out, stats) = _operands(
         problem, grad, out, lse, results
@@ -423,13 +422,5 @@ def emulated(
     work: Backward, **options: Any
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], tuple[Any, ...]]:
     """Run the launches in the emulator: (dq, dk, dv) and one report per launch."""
-    from .compile import compiled
-    from .emulator import emulate
-
-    reports = []
-    for launch in work.launches:
-        kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
-        grid = launch.blocks(EMULATED_BLOCKS)
-        arguments = launch.arguments(EMULATED_BLOCKS)
-        reports.append(emulate(kernel, grid, None, arguments, **options))
-    return work.gradients, tuple(reports)
+    reports = tuple(emulate_launch(launch, **options) for launch in work.launches)
+    return work.gradients, reports

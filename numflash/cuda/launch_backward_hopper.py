@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,13 +18,49 @@ from .device.operands import (
     band,
     key_places,
     mappable,
+    scores_unchanged,
 )
 from .instructions.tensormap import TensorMap
 from .kernels.backward_hopper import backward_hopper
-from .kernels.backward_hopper_tiles import PANEL, ROWS
+from .kernels.backward_hopper_tiles import ROWS
+from .kernels.hopper import PANEL
 
 Arrays = tuple[np.ndarray, ...]
 ShapeOf = Callable[[str, str, int], dict[str, int]]
+
+
+class Pass(NamedTuple):
+    """The arrays of a pass: of the side that it owns and of the other one (`kernels.backward`)."""
+
+    own: Arrays
+    other: Arrays
+    sums: Arrays  # the gradients of the own side; in the pass of the queries dq twice
+
+    @property
+    def rows(self) -> int:
+        """Of a head of the own side."""
+        return int(self.own[0].shape[2])
+
+    @property
+    def others(self) -> int:
+        """Rows of a head of the other side."""
+        return int(self.other[0].shape[2])
+
+    @property
+    def heads(self) -> int:
+        """Of the own side."""
+        return int(self.own[0].shape[1])
+
+
+def pass_of(gradients: str, operands: Arrays, results: Arrays) -> Pass:
+    """A pass: "q" owns queries; "kv", "k" and "v" own keys.
+
+    operands : q, k, v, dO;  results : dq, dk, dv first
+    """
+    (q, k, v, do), (dq, dk, dv) = operands, results[:3]
+    if gradients == "q":
+        return Pass((q, do), (k, v), (dq, dq))
+    return Pass((k, v), (q, do), (dk, dv))
 
 
 def takes(problem: Problem, arch: str, *operands: np.ndarray) -> bool:
@@ -34,8 +70,7 @@ def takes(problem: Problem, arch: str, *operands: np.ndarray) -> bool:
     tensor maps describe the operands.
     """
     *_, d, dv = problem.shape
-    changed = (problem.mask, problem.bias, problem.alibi_slopes, problem.functions)
-    if arch != "sm_90a" or problem.softcap or any(x is not None for x in changed):
+    if arch != "sm_90a" or not scores_unchanged(problem):
         return False
     narrow = d <= CUDA_NARROW
     alike = narrow == (dv <= CUDA_NARROW)
@@ -93,38 +128,44 @@ def hopper_passes(
     launch : (factory, constants, grid, arguments, arrays that are written, further fields) -> Launch
     shape_of : (pass, precision, head size) -> its shape
     """
-    nb, nh, nkv, length, s, d, _ = problem.shape
-    q, k, v, do = operands
-    dq, dk, dv, stats = results
+    nb, nh, nkv, _, s, d, _ = problem.shape
+    q, _, v, _ = operands
+    stats = results[3]
     has_band, left, right = band(problem)
     places = key_places(problem, s)
     factors = np.float32(problem.scale * LOG2E), np.float32(problem.scale)
     common = {"dtype": problem.precision, "group": nh // nkv, "band": has_band}
     found = []
-    for which, own, other, sums, heads in (
-        ("kv", (k, v), (q, do), (dk, dv), nkv),
-        ("q", (q, do), (k, v), (dq, dq), nh),
-    ):
+    for which in ("kv", "q"):
+        arrays = pass_of(which, operands, results)
         shape = shape_of(which, problem.precision, d)
         columns = shape["columns"]
         maps = [
-            *(TensorMap(x, (1, 1, ROWS, PANEL)) for x in own),
-            *(TensorMap(x, (1, 1, columns, PANEL)) for x in other),
+            *(TensorMap(x, (1, 1, ROWS, PANEL)) for x in arrays.own),
+            *(TensorMap(x, (1, 1, columns, PANEL)) for x in arrays.other),
             TensorMap(stats, (1, 1, 2 * columns), swizzle=0),
         ]
-        rows, others, widths = own[0].shape[2], other[0].shape[2], (q.shape[-1], v.shape[-1])
-        row_tiles, units = -(-rows // ROWS), heads * nb
+        widths = q.shape[-1], v.shape[-1]
+        row_tiles, units = -(-arrays.rows // ROWS), arrays.heads * nb
         order = _order(problem, which, row_tiles, columns) if has_band else np.zeros(1, np.int32)
         args = (
-            (maps, *sums, stats, *places, order),
-            tuple(int(n) for x in sums for n in x.strides[:3]),
+            (maps, *arrays.sums, stats, *places, order),
+            tuple(int(n) for x in arrays.sums for n in x.strides[:3]),
             (
-                *(rows, others, *(2 * n for n in widths), nh, left, right, stats.shape[2] // 2),
+                *(
+                    arrays.rows,
+                    arrays.others,
+                    *(2 * n for n in widths),
+                    nh,
+                    left,
+                    right,
+                    stats.shape[2] // 2,
+                ),
                 *(row_tiles, units),
             ),
             factors,
         )
         constants: dict[str, Any] = {"gradients": which, **shape, **common}
         grid = row_tiles * units, 1, 1
-        found.append(launch(backward_hopper, constants, grid, args, sums, persistent=True))
+        found.append(launch(backward_hopper, constants, grid, args, arrays.sums, persistent=True))
     return found

@@ -31,8 +31,10 @@ from .device.operands import (
     packed_rows,
     padded,
     padded_rows,
+    refuse_bfloat16,
     resident_ids,
     rows_per_block,
+    scores_unchanged,
     slopes_of,
     steps,
     storage,
@@ -182,6 +184,13 @@ def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, A
     }
 
 
+def float_tiling(problem: Problem, arch: str) -> Tiling:
+    """The tiling of `kernels.flash_float` for a problem."""
+    *_, d, dv = problem.shape
+    family = "sm_75" if arch == "sm_75" else "sm_80"
+    return cuda_tiling(family, problem.precision, padded(d), padded(dv))
+
+
 def float_forward(
     problem: Problem, arch: str, results: Results = None, parts: Parts | None = None
 ) -> Launch:
@@ -194,9 +203,7 @@ def float_forward(
     from .kernels.flash_float import flash_float
 
     nb, nh, nkv, length, s, d, dv = problem.shape
-    bits = problem.precision == "bfloat16"
-    if bits and arch == "sm_75":
-        raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
+    refuse_bfloat16(problem, arch)
     q, k, v, out, lse = _operands(problem, results)
     if parts is not None:
         out, lse = parts.out, parts.lse
@@ -206,7 +213,7 @@ def float_forward(
     stored, sinks = storage(mask, results), _sinks(problem, results)
     turing = arch == "sm_75"
     count = 1 if parts is None else parts.number
-    tiling = cuda_tiling("sm_75" if turing else "sm_80", problem.precision, padded(d), padded(dv))
+    tiling = float_tiling(problem, arch)
     block_q = rows_per_block(tiling, length * group)
     constants = {
         "d": padded(d),
@@ -242,9 +249,8 @@ def float_forward(
 
 
 def scores_as_they_are(problem: Problem) -> bool:
-    """Whether no option touches the scores: a band, lengths and sinks do not."""
-    changed = (problem.mask, problem.bias, problem.alibi_slopes, problem.functions)
-    return _moderate(problem) and not problem.softcap and all(x is None for x in changed)
+    """Whether no option touches the scores, nor does their scale."""
+    return _moderate(problem) and scores_unchanged(problem)
 
 
 def hopper_tiling(problem: Problem) -> Tiling:
@@ -315,7 +321,8 @@ def hopper_forward(
 
     Sinks and parts as for `float_forward`; `tiling` replaces the one that is chosen for the problem.
     """
-    from .kernels.flash_hopper import PANEL, flash_hopper
+    from .kernels.flash_hopper import flash_hopper
+    from .kernels.hopper import PANEL
 
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v, out, lse = _operands(problem, results)

@@ -197,7 +197,8 @@ def launch_of(
     outputs = (x.out, x.octave, x.total)
     row_bytes, channels = x.query.shape[-1], x.value_scale.shape[-1]
     if chosen.hopper:
-        from .kernels.flash_int8_hopper import PANEL_BYTES, flash_int8_hopper
+        from .kernels.flash_int8_hopper import flash_int8_hopper
+        from .kernels.hopper import PANEL_BYTES
 
         packed, block_q = packed_heads(group), chosen.tiling.block_q
         maps = [

@@ -16,7 +16,6 @@ from ..tiling import (
     CUDA_RESIDENT,
     CUDA_TILES_TO_SPLIT,
     Tiling,
-    cuda_tiling,
     split_count,
 )
 from ..validation import Problem
@@ -32,7 +31,7 @@ from .device.operands import (
     resident_ids,
     rows_per_block,
 )
-from .launch_float import float_forward, hopper_forward, hopper_tiling
+from .launch_float import float_forward, float_tiling, hopper_forward, hopper_tiling
 
 __all__ = ["forward", "parts_of"]
 Empty = Callable[[tuple[int, ...], str], np.ndarray]
@@ -48,12 +47,11 @@ def _on_hopper(problem: Problem, arch: str) -> bool:
 
 def _tiles_of_rows(problem: Problem, arch: str) -> tuple[int, Tiling]:
     """How many tiles of rows there are, and the sizes of one."""
-    nb, nh, nkv, length, _, d, dv = problem.shape
+    nb, nh, nkv, length, *_ = problem.shape
     if _on_hopper(problem, arch):
         packed, tiling = packed_heads(nh // nkv), hopper_tiling(problem)
         return -(-length * packed // tiling.block_q) * (nh // packed) * nb, tiling
-    family = "sm_75" if arch == "sm_75" else "sm_80"
-    tiling = cuda_tiling(family, problem.precision, padded(d), padded(dv))
+    tiling = float_tiling(problem, arch)
     rows = length * (nh // nkv)
     return -(-rows // rows_per_block(tiling, rows)) * nkv * nb, tiling
 

@@ -10,6 +10,7 @@ from backward_checks import DTYPES, case, gradients, solve
 
 from numflash import validation
 from numflash.cuda import launch_backward
+from numflash.cuda.device import operands
 from numflash.cuda.launch_backward_hopper import shape_of
 from numflash.cuda.validate.cases import PLAIN
 from numflash.validation.options import Options
@@ -21,7 +22,7 @@ WIDE = pytest.param(128, marks=slow)
 @pytest.fixture(autouse=True)
 def several_turns(monkeypatch):
     """Two blocks, which compute one tile of rows after the other."""
-    monkeypatch.setattr(launch_backward, "EMULATED_BLOCKS", 2)
+    monkeypatch.setattr(operands, "EMULATED_BLOCKS", 2)
 
 
 def check(shape, dtype="float16", **options):

@@ -61,7 +61,7 @@ def band_costs(
     sides: tuple[int, int],
     tile: tuple[int, int],
 ) -> np.ndarray:
-    """(B, tiles of rows) tiles of keys in a band (`pieces.make_tile_range`), and one for what a tile of
+    """(B, tiles of rows) tiles of keys in a band (`blocks.make_tile_range`), and one for what a tile of
     rows costs by itself.
 
     Parameters

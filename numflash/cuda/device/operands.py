@@ -122,6 +122,18 @@ def band(problem: Problem) -> tuple[bool, int, int]:
     )
 
 
+def refuse_bfloat16(problem: Problem, arch: str) -> None:
+    """Raise UnsupportedError for bfloat16 where the tensor cores have float16 only."""
+    if problem.precision == "bfloat16" and arch == "sm_75":
+        raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
+
+
+def scores_unchanged(problem: Problem) -> bool:
+    """Whether no option changes the scores or hides single ones: a band, lengths and sinks do not."""
+    options = (problem.mask, problem.bias, problem.alibi_slopes, problem.functions)
+    return not problem.softcap and all(x is None for x in options)
+
+
 def option_constants(problem: Problem) -> dict[str, bool]:
     """Which changes of scores a kernel is compiled with."""
     return {
@@ -237,14 +249,19 @@ def packed_rows(q: np.ndarray, packed: int) -> np.ndarray:
     return q.reshape(nb, nh // packed, packed, length, d).swapaxes(2, 3)
 
 
-def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Run a launch in the emulator: out, lse and the report."""
+def emulate_launch(launch: Launch, **options: Any) -> Any:
+    """Run a launch in the emulator: the report."""
     from ..compile import compiled
     from ..emulator import emulate
 
     kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
     grid = launch.blocks(EMULATED_BLOCKS)
-    report = emulate(kernel, grid, None, launch.arguments(EMULATED_BLOCKS), **options)
+    return emulate(kernel, grid, None, launch.arguments(EMULATED_BLOCKS), **options)
+
+
+def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Run a launch in the emulator: out, lse and the report."""
+    report = emulate_launch(launch, **options)
     return (*launch.finish(), report)
 
 

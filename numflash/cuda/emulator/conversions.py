@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 
+FLOATS = ("f16", "f32", "f64")
+# to a whole number
+ROUNDINGS: dict[str, Any] = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
+
+
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
     """float32 to bfloat16 bits (uint16), ties to even, NaN kept."""
     bits = x.view(np.uint32)
@@ -20,24 +25,42 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
 
 
+def _pack_halves(m: Machine, i: Instruction, to: str) -> Run:
+    """Two float32 to one word: the first operand is the upper half."""
+    d = m.target(i.operands[0], "u32")
+    high, low = (m.value(x, "f32") for x in i.operands[1:3])
+
+    def half(x: Any) -> np.ndarray:
+        x = np.asarray(x, np.float32)
+        return x.astype(np.float16).view(np.uint16) if to == "f16x2" else to_bfloat16(x)
+
+    return lambda mask: write(d, (half(high).astype(np.uint32) << np.uint32(16)) | half(low), mask)
+
+
+def _to_integer(a: Any, d: np.ndarray, to: str, extended: Any, rounding: Any) -> Run:
+    """Floats to integers of type `to`: NaN becomes 0, the rest saturates."""
+    limits = np.iinfo(DTYPES[to])
+    low, high = limits.min, limits.max
+
+    def run(mask: Any) -> None:
+        x = rounding(np.asarray(a, np.float64))
+        x = np.where(np.isnan(x), 0, x)
+        top = x >= float(high)
+        bounded: Any = np.clip(x, float(low), float(high) if high < 2**53 else 2.0**62).astype(
+            DTYPES[to]
+        )
+        value = np.where(top, DTYPES[to](high), bounded)
+        write(d, value.astype(extended), mask)
+
+    return run
+
+
 @binds("cvt")
 def convert(m: Machine, i: Instruction) -> Run:
-    to = i.modifiers[-2]
-    source = i.modifiers[-1]
+    to, source = i.modifiers[-2:]
     if to in ("f16x2", "bf16x2"):
-        d = m.target(i.operands[0], "u32")
-        high = m.value(i.operands[1], "f32")
-        low = m.value(i.operands[2], "f32")
-        half = (
-            (lambda x: np.asarray(x, np.float32).astype(np.float16).view(np.uint16))
-            if to == "f16x2"
-            else (lambda x: to_bfloat16(np.asarray(x, np.float32)))
-        )
-        return lambda mask: write(
-            d, (half(high).astype(np.uint32) << np.uint32(16)) | half(low), mask
-        )
+        return _pack_halves(m, i, to)
     a = m.value(i.operands[1], source)
-    floats = ("f16", "f32", "f64")
     if to == "bf16":
         d = m.target(i.operands[0], "u16")
         return lambda mask: write(d, to_bfloat16(a), mask)
@@ -45,43 +68,17 @@ def convert(m: Machine, i: Instruction) -> Run:
         d = m.target(i.operands[0], "f32")
         return lambda mask: write(d, (a.astype(np.uint32) << np.uint32(16)).view(np.float32), mask)
     d, extended = m.wide_target(i.operands[0], to)
-    if source in floats and to not in floats:
-        rounding = next(
-            (
-                f
-                for k, f in (("rni", np.rint), ("rmi", np.floor), ("rpi", np.ceil))
-                if k in i.modifiers
-            ),
-            np.trunc,
-        )
-        low = np.iinfo(DTYPES[to]).min
-        high = np.iinfo(DTYPES[to]).max
-
-        def to_integer(mask: Any) -> None:
-            x = rounding(np.asarray(a, np.float64))
-            x = np.where(np.isnan(x), 0, x)  # PTX: NaN becomes 0, the rest saturates
-            top = x >= float(high)
-            bounded: Any = np.clip(x, float(low), float(high) if high < 2**53 else 2.0**62).astype(
-                DTYPES[to]
-            )
-            value = np.where(top, DTYPES[to](high), bounded)
-            write(d, value.astype(extended), mask)
-
-        return to_integer
-    if (
-        source in floats
-        and to == source
-        and any(r in i.modifiers for r in ("rni", "rmi", "rpi", "rzi"))
-    ):
-        whole = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}[
-            next(r for r in i.modifiers if r in ("rni", "rmi", "rpi", "rzi"))
-        ]
-        return lambda mask: whole(a, out=d, where=mask)
+    rounding = next((f for name, f in ROUNDINGS.items() if name in i.modifiers), None)
+    if source in FLOATS and to not in FLOATS:
+        return _to_integer(a, d, to, extended, rounding or np.trunc)
+    if source in FLOATS and to == source and rounding is not None:
+        return lambda mask: rounding(a, out=d, where=mask)
     kind = DTYPES[to]
-    if "sat" in i.modifiers and to not in floats:
-        low = np.iinfo(kind).min
-        high = np.iinfo(kind).max
-        return lambda mask: write(d, np.clip(a, low, high).astype(kind).astype(extended), mask)
+    if "sat" in i.modifiers and to not in FLOATS:
+        limits = np.iinfo(kind)
+        return lambda mask: write(
+            d, np.clip(a, limits.min, limits.max).astype(kind).astype(extended), mask
+        )
     return lambda mask: write(d, np.asarray(a).astype(kind).astype(extended), mask)
 
 

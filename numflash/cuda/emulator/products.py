@@ -7,7 +7,7 @@ count as being read all that time.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -150,7 +150,21 @@ def registers(m: Machine, i: Instruction) -> Run:
     return lambda mask: _groups_of_four(m, mask, "setmaxnreg", numbers=True)
 
 
-def _product(m: Machine, i: Instruction) -> Run:
+class Wgmma(NamedTuple):
+    """Sizes and types of a product of a warpgroup, 64 x n x k."""
+
+    n: int
+    k: int
+    td: str
+    ta: str
+    tb: str
+    in_registers: bool  # A
+    trans_a: int
+    trans_b: int
+
+
+def _wgmma_of(i: Instruction) -> Wgmma:
+    """Reads and checks a wgmma.mma_async; raises Fault for what there is not."""
     shape = next(x for x in i.modifiers if x.startswith("m64"))
     n, k = (int(x) for x in re.fullmatch(r"m64n(\d+)k(\d+)", shape).groups())  # type: ignore[union-attr]
     td, ta, tb = i.modifiers[-3:]
@@ -162,7 +176,7 @@ def _product(m: Machine, i: Instruction) -> Run:
         raise Fault("unsupported", i.text)
     if n not in WGMMA_SIZES[BITS[ta]]:
         raise Fault("protocol", f"there is no {shape} for {ta}")
-    d, a, b, keep = (i.operands[x] for x in range(4))
+    d, a = i.operands[:2]
     in_registers = a.startswith("{")
     if len(vector(d)) != n // 2 or (in_registers and len(vector(a)) != 4):
         raise Fault("protocol", f"{shape} takes {n // 2} accumulators and 4 registers of A")
@@ -176,6 +190,12 @@ def _product(m: Machine, i: Instruction) -> Run:
         raise Fault("unsupported", i.text)
     trans_b = 0 if bytes_in else flags[-1]
     trans_a = 0 if bytes_in or in_registers else flags[2]
+    return Wgmma(n, k, td, ta, tb, in_registers, trans_a, trans_b)
+
+
+def _product(m: Machine, i: Instruction) -> Run:
+    n, k, td, ta, tb, in_registers, trans_a, trans_b = _wgmma_of(i)
+    d, a, b, keep = i.operands[:4]
     names = vector(d)
     targets = [m.target(x, td) for x in names]
     kept = m.value(keep, "pred")

@@ -28,17 +28,11 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .backward_band import make_clear, make_find_bounds, make_find_columns, make_find_rows
-from .pieces import (
-    NEG_INF,
-    Call,
-    make_copy,
-    make_load_tile,
-    make_read,
-    make_store_rows,
-    swizzle_of,
-)
-from .products import make_add, make_scores, make_stage
-from .scores import LOG2E, tanh_fast
+from .backward_tiles import Layout, make_bring, make_store_sums
+from .backward_weights import make_find_statistics, make_weigh
+from .blocks import Call
+from .products import make_add, make_scores
+from .tiles import make_load_tile, make_read, make_waits, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
@@ -51,15 +45,6 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 SIGNATURE = types.void(
     types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 4)
 )
-
-
-class Statistics(NamedTuple):
-    """LSE and D of a thread's two rows, where queries own."""
-
-    lse0: Any
-    lse1: Any
-    delta0: Any
-    delta1: Any
 
 
 class Other(NamedTuple):
@@ -109,27 +94,25 @@ def flash_backward(
     n_a = d // 2 if want_a else 1
     n_b = dv // 2 if want_b else 1
     n_s = chunk // 2
-    tiles_of_8 = chunk // 8
     # the own rows' fragments stay in registers where there is room: with a mask, whose chunks are
     # smaller, there is more of it
     keep = n_a + n_b + (d + dv) // 4 <= (144 if mask else 128)
     n_af, n_bf, a_steps, b_steps = (d // 4, dv // 4, d // 16, dv // 16) if keep else (4, 4, 0, 0)
-    d_bytes, dv_bytes, stages = d * 2, dv * 2, 1 if turing else 2
+    d_bytes, dv_bytes = d * 2, dv * 2
+    layout = Layout(d, dv, rows, columns, of_keys, turing)
+    stages, c_size, e_size, stat_size = layout.stages, layout.c, layout.e, layout.statistics
+    a_size, b_size = layout.a, layout.b
     shift_a, xor_a = swizzle_of(d_bytes)
     shift_b, xor_b = swizzle_of(dv_bytes)
-    a_size = rows * d_bytes
-    b_size = rows * dv_bytes
-    c_size = columns * d_bytes
-    e_size = columns * dv_bytes
     find_rows = make_find_rows(rows, of_keys, band, folded)
     find_columns = make_find_columns(rows, columns, of_keys, band)
-    stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
-    has_mask, float_mask = bool(mask), mask == "float"
-    find_bounds, clear = make_find_bounds(band, has_mask), make_clear(tiles_of_8)
-    transform = softcap or alibi or float_mask
+    has_mask = bool(mask)
+    find_bounds, clear = make_find_bounds(band, has_mask), make_clear(chunk // 8)
+    find_statistics = make_find_statistics(of_keys)
+    weigh = make_weigh(chunk, of_keys, want_a, mask, softcap, alibi)
     heads_of_other = group if of_keys else 1
     load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
-    load_c, load_e = (make_load_tile(columns, n, threads, not turing) for n in (d_bytes, dv_bytes))
+    bring = make_bring(layout, threads)
     # with equal widths the two tiles of a side are a constant apart, and one address serves both
     alike, to_b, to_e = d == dv, a_size, stages * c_size
     scores, add_a = make_scores(d, chunk, dtype, turing, keep), make_add(d, chunk, dtype, turing)
@@ -138,44 +121,8 @@ def flash_backward(
     )
     add_b = make_add(dv, chunk, dtype, turing, to_e if alike else 0)
     read_a, read_b = make_read(d_bytes), make_read(dv_bytes)
-    stage_a, stage_b = (make_stage(n, dtype, turing) for n in (d, dv))
-    store_a, store_b = (make_store_rows(n, 1) for n in (d_bytes, dv_bytes))
-    copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
-
-    @device_function
-    def move(sc, stage, call, start, other_left, head, batch, thread):
-        """The other side's tile from row `start` of a head on, with the statistics of its queries,
-        to a stage of shared memory.
-        """
-        c, e, stats = call.pointers[2], call.pointers[3], call.pointers[6]
-        c_batch, c_head, c_step, e_batch, e_head, e_step = call.strides[6:12]
-        _, _, d_left, dv_left, heads, _, _, stat_rows = call.sizes
-        left = i32(other_left - start)
-        to_c, to_e = sc + u32(stage * c_size), sc + u32(stages * c_size + stage * e_size)
-        c = c + u64(batch * c_batch + head * c_head + start * c_step)
-        load_c(to_c, c, c_step, left, d_left, thread)
-        e = e + u64(batch * e_batch + head * e_head + start * e_step)
-        load_e(to_e, e, e_step, left, dv_left, thread)
-        if of_keys and thread < columns // 2:
-            copy(
-                sc + u32(stages * (c_size + e_size) + stage * stat_size + thread * 16),
-                0,
-                stats + u64(((batch * heads + head) * stat_rows + start) * 8 + thread * 16),
-                True,
-            )
-
-    @device_function
-    def find_statistics(stats, block, row, heads, stat_rows):
-        """Of row `row` and the one 8 further; their rows are padded to whole blocks."""
-        if of_keys:
-            return Statistics(f32(0), f32(0), f32(0), f32(0))
-        at = stats + u64(((block.batch * heads + block.head) * stat_rows + row) * 8)
-        return Statistics(
-            ptx.load_global_f32(at),
-            ptx.load_global_f32(at + u64(64)),
-            ptx.load_global_f32(at + u64(4)),
-            ptx.load_global_f32(at + u64(68)),
-        )
+    store_sums = make_store_sums(d, dv, dtype, turing, want_a, want_b)
+    commit, wait_all, _ = make_waits(not turing)
 
     @device_function
     def find_other(lane):
@@ -201,92 +148,6 @@ def flash_backward(
                 and (column <= i32(first + 15 + block.offset + block.after))
             )
         return found
-
-    @device_function
-    def weigh_part(s, g, low, high, block, query_head, statistics, stat_at, row, column0, call):
-        """P and dS of a chunk from its scores S and from dP, without regard to bounds where there
-        is no mask.
-        """
-        scale_log2, _, cap, twice = call.factors
-        mask_batch, mask_head, mask_query, mask_key = call.strides[18:]
-        row_step, column_step = (mask_key, mask_query) if of_keys else (mask_query, mask_key)
-        four = cuda.local.array(4, u32)
-        upper, lower, steep = u64(0), u64(0), f32(0)
-        if has_mask:
-            upper = ptx.fresh_address(
-                call.pointers[9]
-                + u64(
-                    ptx.fresh(block.batch) * mask_batch
-                    + ptx.fresh(query_head) * mask_head
-                    + row * row_step
-                    + column0 * column_step
-                )
-            )
-            lower = ptx.fresh_address(upper + u64(8 * row_step))
-        if alibi:
-            at = call.pointers[10] + u64((block.batch * call.sizes[4] + query_head) * 4)
-            steep = ptx.load_global_f32(at) * LOG2E
-        for n in range(tiles_of_8):
-            if of_keys:
-                ptx.load_shared_v4(four, 0, stat_at + u32(64 * n))
-            for i in range(4):
-                second = i > 1
-                lse = statistics.lse1 if second else statistics.lse0
-                delta = statistics.delta1 if second else statistics.delta0
-                if of_keys:
-                    lse = ptx.from_bits(four[2 if i & 1 else 0])
-                    delta = ptx.from_bits(four[3 if i & 1 else 1])
-                column = i32(column0 + 8 * n + (i & 1))
-                x, slope, seen = s[4 * n + i], f32(1), True
-                if transform:
-                    x = x * scale_log2  # in units of log2
-                    if softcap:
-                        t = tanh_fast(x, twice)
-                        x, slope = cap * t, f32(1) - t * t
-                    if alibi:
-                        mine = i32(row + (8 if second else 0))
-                        away = i32(column - mine) if of_keys else i32(mine - column)
-                        x -= steep * ptx.to_float(i32(abs(away + block.diagonal)))
-                if has_mask:
-                    seen = column >= low[i >> 1] and column < high[i >> 1]
-                    if seen:
-                        at = (lower if second else upper) + u64((8 * n + (i & 1)) * column_step)
-                        if float_mask:
-                            bias = ptx.load_global_f32(at)
-                            seen = bias != NEG_INF
-                            x += bias * LOG2E
-                        else:
-                            seen = ptx.load_global_u8(at) != u32(0)
-                p = ptx.ex2(x - lse if transform else ptx.fma(x, scale_log2, -lse))
-                if want_a:
-                    ds = p * (g[4 * n + i] - delta)
-                    if softcap:
-                        ds *= slope
-                    g[4 * n + i] = ds if seen else f32(0)
-                s[4 * n + i] = p if seen else f32(0)
-
-    @device_function
-    def store_sums(sum_a, sum_b, sa, sb, call, block, first, warp, lane):
-        """Write the warp's sums, through its own part of a tile: 16 bytes at a time."""
-        out_a, out_b, scale = call.pointers[4], call.pointers[5], call.factors[1]
-        a_batch, a_head, a_step, b_batch, b_head, b_step = call.strides[12:18]
-        own_rows, _, d_left, dv_left = call.sizes[:4]
-        row, row0 = first + warp * 16, i32(first + warp * 16 + (lane >> 2))
-        live0 = f32(1) if row0 < block.own_left else f32(0)
-        live1 = f32(1) if row0 + 8 < block.own_left else f32(0)
-        cuda.syncwarp()
-        if want_a:
-            mine = sa + u32(warp * 16 * d_bytes)
-            stage_a(sum_a, mine, scale * live0, scale * live1, lane)
-            cuda.syncwarp()
-            to = out_a + u64(block.batch * a_batch + block.head * a_head)
-            store_a(mine, to, i64(0), a_step, row, own_rows, d_left, lane)
-        if want_b:
-            mine = sb + u32(warp * 16 * dv_bytes)
-            stage_b(sum_b, mine, live0, live1, lane)
-            cuda.syncwarp()
-            to = out_b + u64(block.batch * b_batch + block.head * b_head)
-            store_b(mine, to, i64(0), b_step, row, own_rows, dv_left, lane)
 
     def backward(pointers, strides, sizes, factors):
         a, b, stats = pointers[0], pointers[1], pointers[6]
@@ -322,8 +183,8 @@ def flash_backward(
         if not turing:
             if other_head < heads_of_other:
                 start = i32(tile * columns)
-                move(sc, i32(0), call, start, other_left, head_of_other, batch, thread)
-            ptx.cp_async_commit()
+                bring(sc, i32(0), call, start, other_left, head_of_other, batch, thread)
+            commit()
             wait_all()
         cuda.syncthreads()
 
@@ -370,7 +231,7 @@ def flash_backward(
             )
             if turing:
                 begin = i32(begin + other_head)
-                move(sc, i32(0), call, start, other_left, begin, entry, mover)
+                bring(sc, i32(0), call, start, other_left, begin, entry, mover)
                 cuda.syncthreads()
             else:
                 wait_all()
@@ -378,8 +239,8 @@ def flash_backward(
                 cuda.syncthreads()
                 if ahead_head < heads_of_other:
                     next_start, begin = i32(ahead * columns), i32(begin + ahead_head)
-                    move(sc, i32(stage ^ 1), call, next_start, other_left, begin, entry, mover)
-                ptx.cp_async_commit()
+                    bring(sc, i32(stage ^ 1), call, next_start, other_left, begin, entry, mover)
+                commit()
             c_tile, e_tile = sc + u32(stage * c_size), se + u32(stage * e_size)
             stat_at = st + u32(stage * stat_size) + u32((lane & 3) * 16)
 
@@ -401,9 +262,7 @@ def flash_backward(
                     column0 = i32(column + 2 * (quad & 3))
                     find_bounds(low, high, block, row)
                     at = stat_at + u32(part * 8)
-                    weigh_part(
-                        s, g, low, high, block, query_head, statistics, at, row, column0, call
-                    )
+                    weigh(s, g, low, high, block, query_head, statistics, at, row, column0, call)
                     if not has_mask and (start < whole_low or i32(start + columns) > whole_high):
                         clear(s, low, high, column0)
                         clear(g, low, high, column0)
@@ -422,6 +281,4 @@ def flash_backward(
 
         store_sums(sum_a, sum_b, sa, sb, call, block, first, warp, lane)
 
-    return Source(
-        backward, SIGNATURE, threads, a_size + b_size + stages * (c_size + e_size + stat_size)
-    )
+    return Source(backward, SIGNATURE, threads, layout.shared_bytes)

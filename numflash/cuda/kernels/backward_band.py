@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..compile.target import device_function, types
 from ..instructions import ptx
-from .pieces import make_find_block
+from .blocks import make_find_block
 
 i32, u64, f32 = types.int32, types.uint64, types.float32
 

@@ -13,9 +13,10 @@ from typing import Any
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import make_find_block
 from .flash_float32 import WARPS, warp_sum
-from .pieces import NEG_INF, make_find_block
 from .scores import LOG2E, tanh_accurate
+from .softmax import NEG_INF
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 

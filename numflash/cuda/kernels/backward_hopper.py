@@ -21,6 +21,7 @@ from .backward_band import make_block_of, make_find_columns
 from .backward_hopper_rows import make_write_sums
 from .backward_hopper_tiles import CONSUMERS, ROWS, Layout, make_bring, make_ring
 from .backward_hopper_weights import Rows, make_find_statistics, make_weights
+from .blocks import Call
 from .hopper import (
     DESCRIPTOR,
     FEWER,
@@ -32,7 +33,7 @@ from .hopper import (
     make_issue_scores,
 )
 from .hopper_schedule import make_place_in, make_rows_at
-from .pieces import Call, make_read
+from .tiles import left_row, make_first_chunk, make_read
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
@@ -103,7 +104,7 @@ def backward_hopper(
     fence_s, fence_sum = ptx.register_fence(n_s), ptx.register_fence(n_a)
     block_of, place_in, rows_at = make_block_of(of_keys), make_place_in(1), make_rows_at(band)
     find_columns = make_find_columns(ROWS, columns, of_keys, band)
-    n_own, read = d // 4, make_read(PANEL_BYTES)
+    n_own, read, (left_chunk, _) = d // 4, make_read(PANEL_BYTES), make_first_chunk(PANEL_BYTES)
     find_statistics = make_find_statistics(of_keys)
     (ring_at, prepare), bring = make_ring(layout), make_bring(layout, group)
     write_sums, more_registers = make_write_sums(d, dtype), MORE[CONSUMERS]
@@ -122,8 +123,8 @@ def backward_hopper(
     def load(ring, own_row):
         a, b = cuda.local.array(n_own, u32), cuda.local.array(n_own, u32)
         lane = i32(cuda.threadIdx.x) & 31
-        row = i32((own_row & ~15) + (lane & 15))
-        at, chunk = u32(row * PANEL_BYTES), u32((lane >> 4) ^ (row & 7))
+        row = i32((own_row & ~15) + left_row(lane))
+        at, chunk = u32(row * PANEL_BYTES), left_chunk(lane, row)
         for step in range(n_own // 4):
             panel_at = (step >> 2) * own_panel
             read(a, 4 * step, ring.a + at, chunk, 2 * (step & 3), panel_at)

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .hopper import PANEL_BYTES
+from .hopper import PANEL, PANEL_BYTES
 
 i32, u32, u64 = types.int32, types.uint32, types.uint64
 ROWS = 128  # that a block owns, 64 per warpgroup
 CONSUMERS = ROWS // 64
-PANEL = PANEL_BYTES // 2  # columns of a panel
 A, B, C, E, STATISTICS = (128 * n for n in range(5))  # tensor maps, bytes from the first
 
 

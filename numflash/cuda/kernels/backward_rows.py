@@ -10,8 +10,9 @@ import math
 from ..compile import Source
 from ..compile.target import cuda, types
 from ..instructions import ptx
-from .pieces import NEG_INF, make_find_block
+from .blocks import make_find_block
 from .scores import LOG2E
+from .softmax import NEG_INF
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LANES, ROWS = 8, 16  # lanes per row, rows per block

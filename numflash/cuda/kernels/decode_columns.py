@@ -20,7 +20,7 @@ from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .decode_codes import NUMBER_BITS, make_read_keys, make_read_values
 from .decode_pieces import make_finish, spread_of, store_state
-from .pieces import swizzle_of
+from .tiles import swizzle_of
 
 i32, u32, f32 = types.int32, types.uint32, types.float32
 GROUP = 4  # query rows

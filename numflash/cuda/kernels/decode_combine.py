@@ -14,7 +14,7 @@ from ..instructions import ptx
 from .decode_pieces import THREADS, WARPS, divided
 from .decode_rotate import LANES, make_turn_row
 from .int8_softmax import power
-from .pieces import warp_max
+from .softmax import warp_max
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 AHEAD = 16  # partial outputs that are on their way together

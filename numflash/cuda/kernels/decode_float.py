@@ -41,7 +41,8 @@ from .decode_task import (
     make_layout,
     make_position,
 )
-from .pieces import NEG_INF, quad_max, quad_sum, swizzle_of
+from .softmax import NEG_INF, quad_max, quad_sum
+from .tiles import left_row, make_first_chunk, make_waits, right_row, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BLOCK_K = 64  # keys of a tile: 16 per warp
@@ -95,19 +96,19 @@ def row_of(lane, i):
 
 def make_find_lane(row_bytes: int) -> Any:
     """find_lane(memory, lane, warp) -> Lane, from the bytes of a query and a key."""
-    shift, xor = swizzle_of(row_bytes)
+    q_chunk, k_chunk = make_first_chunk(row_bytes)
+    p_chunk, _ = make_first_chunk(P_ROW)
 
     @device_function
     def find_lane(memory, lane, warp):
-        key = ((lane >> 4) << 3) + (lane & 7)
-        row = lane & 15
+        row, key = left_row(lane), right_row(lane)
         return Lane(
             memory.q + u32(row * row_bytes),
-            u32((lane >> 4) ^ ((row >> shift) & xor)),
+            q_chunk(lane, row),
             memory.k + u32((16 * warp + key) * row_bytes),
-            u32(((lane >> 3) & 1) ^ ((key >> shift) & xor)),
+            k_chunk(lane, key),
             memory.p + u32(row * P_ROW),
-            u32((lane >> 4) ^ (row & 7)),
+            p_chunk(lane, row),
         )
 
     return find_lane
@@ -358,7 +359,7 @@ def decode_float(
     layout, shared_bytes = make_layout(
         tile_rows * d_bytes, BLOCK_K * d_bytes, BLOCK_K * dv_bytes, tile_rows * P_ROW, 0, tile_rows
     )
-    wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
+    commit, wait_all, wait_but_one = make_waits(not turing)
 
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, tables, lengths, out, m_out, l_out = pointers[:8]
@@ -372,8 +373,7 @@ def decode_float(
         task, keys, values, tokens = find_task(k, v, tables, lengths, bytes_of, sizes)
         if task.start < task.stop:
             load_k(memory.k, keys, task.start, task.stop, thread)
-            if not turing:
-                ptx.cp_async_commit()
+            commit()
         query_rows(memory, q, task, row_count, channels, scale, warp, lane)
         cuda.syncthreads()
 
@@ -409,13 +409,11 @@ def decode_float(
                 state.m[i], state.l[i], state.top[i] = phi if constant else NOTHING, f32(0), NOTHING
             start = task.start
             while start < task.stop:
-                if not turing:
-                    wait_all()
+                wait_all()
                 # the keys are there, and everyone is done with the last values and weights
                 cuda.syncthreads()
                 load_v(memory.v, values, start, task.stop, thread)
-                if not turing:
-                    ptx.cp_async_commit()
+                commit()
                 multiply_keys(s, qf, at)
                 score_rows(
                     s,
@@ -434,11 +432,9 @@ def decode_float(
                 cuda.syncthreads()  # everyone is done with these keys
                 if start + BLOCK_K < task.stop:
                     load_k(memory.k, keys, start + BLOCK_K, task.stop, thread)
-                if not turing:
-                    ptx.cp_async_commit()
+                commit()
                 weigh(s, state, constant, memory, warp, lane)
-                if not turing:
-                    wait_but_one()
+                wait_but_one()
                 cuda.syncthreads()  # values and weights are there
                 add_values(o, state, at, memory, warp, lane)
                 start += BLOCK_K
@@ -448,8 +444,7 @@ def decode_float(
                 again = overflows(state.top, phi, memory.maxima, warp, lane)
                 if again:
                     load_k(memory.k, keys, task.start, task.stop, thread)
-                    if not turing:
-                        ptx.cp_async_commit()
+                    commit()
 
         results = find_results(out, m_out, l_out, task, row_count, columns)
         store(results, o, state.m, state.l, warp, lane)

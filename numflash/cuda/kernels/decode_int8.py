@@ -57,6 +57,7 @@ from .decode_task import (
 )
 from .int8_softmax import MASKED_SCORE, MIN_OCTAVE, T_LIMIT, octave_of, power
 from .int8_weights import weight_p16
+from .tiles import make_waits
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BAD = 1 << 24  # in a sum of weights: a token was seen that was not finite
@@ -294,7 +295,7 @@ def decode_int8(
         tile_rows,
     )
     n_s, n_o = 4 * groups, 2 * value_tiles * groups
-    wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
+    commit, wait_all, wait_but_one = make_waits(not turing)
 
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers[:9]
@@ -316,8 +317,7 @@ def decode_int8(
         if task.start < task.stop:
             load_k(memory.k, keys, task.start, task.stop, thread)
             load_scales(memory.scales, scales, task.start, task.stop, thread)
-            if not turing:
-                ptx.cp_async_commit()
+            commit()
         query_rows(memory, q, task, row_count, channels, factors[0], warp, lane)
         cuda.syncthreads()
 
@@ -348,13 +348,11 @@ def decode_int8(
         load_queries(qf, at)
         start, stage = task.start, i32(0)
         while start < task.stop:
-            if not turing:
-                wait_all()
+            wait_all()
             # the keys are there, and everyone is done with the last values and weights
             cuda.syncthreads()
             load_v(memory.v, values, start, task.stop, thread)
-            if not turing:
-                ptx.cp_async_commit()
+            commit()
             here = memory.scales + u32(stage * SCALES)
             multiply_keys(s, qf, at)
             bad = score_rows(s, rows, here, memory, start, task, tokens, options, warp, lane)
@@ -366,11 +364,9 @@ def decode_int8(
                 load_k(memory.k, keys, i32(start + KEY_BLOCK), task.stop, thread)
                 ahead = memory.scales + u32(stage * SCALES)
                 load_scales(ahead, scales, i32(start + KEY_BLOCK), task.stop, thread)
-            if not turing:
-                ptx.cp_async_commit()
+            commit()
             weigh(s, bad, state, ratio, memory, warp, lane)
-            if not turing:
-                wait_but_one()
+            wait_but_one()
             cuda.syncthreads()  # values, weights and their sums are there
             add_sums(state, memory.sums, ptx.mul(largest, VALUE_UNIT), lane)
             add_values(o, state.alpha, state.weight, at)

@@ -19,7 +19,7 @@ from ...numerics import quantize_kernels
 from ...numerics.fixedpoint import CODE_QUERY_ONE, KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import make_copy, swizzle_of
+from .tiles import make_copy, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = 4
@@ -126,28 +126,35 @@ def store_state(to, r, m, l):
 
 
 @functools.cache
-def make_place(row_bytes: int, fours: bool = False) -> Any:
-    """place(r, c): the byte of a tile at which chunk c of row r, of 16 bytes, is stored.
-
-    So that 8 rows of a chunk use 8 bank groups: neighbours, by `swizzle_of`, or with `fours` rows
-    that are four apart. With `fours` rows that share 128 bytes change places too, and row_bytes is
-    32 or more, a power of two.
-    """
+def make_place(row_bytes: int) -> Any:
+    """place(r, c): the byte of a tile at which chunk c of row r, of 16 bytes, is stored."""
     shift, xor = swizzle_of(row_bytes)
-    shared, shift_fours, xor_fours = spread_of(row_bytes)
 
     @device_function
     def place(r, c):
-        if fours:
-            row = r ^ ((r >> 2) & shared)
-            return row * row_bytes + ((c ^ ((r >> shift_fours) & xor_fours)) << 4)
         return r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)
 
     return place
 
 
+@functools.cache
+def make_place_of_fours(row_bytes: int) -> Any:
+    """place(r, c): as `make_place`, so that 8 rows that are four apart use 8 bank groups.
+
+    Rows that share 128 bytes change places too. row_bytes : 32 or more, a power of two
+    """
+    shared, shift, xor = spread_of(row_bytes)
+
+    @device_function
+    def place(r, c):
+        row = r ^ ((r >> 2) & shared)
+        return row * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)
+
+    return place
+
+
 def spread_of(row_bytes: int) -> tuple[int, int, int]:
-    """(mask, shift, xor): with `fours`, row r is stored at r ^ ((r >> 2) & mask), chunk c of it at
+    """(mask, shift, xor) of `make_place_of_fours`: row r is stored at r ^ ((r >> 2) & mask), chunk c of it at
     c ^ ((r >> shift) & xor).
     """
     rows = max(1, 128 // row_bytes)  # in all banks
@@ -162,13 +169,14 @@ def make_load_keys(
     Zeros beyond `stop` and `bytes_left`.
 
     load_keys(to, pages: Pages, first, stop, thread): slots first .. stop, of `pages.left` bytes
-    each, a multiple of 16. fours : as in `make_place`
+    each, a multiple of 16. fours : where `make_place_of_fours` says
     """
     page_of, chunks = make_page_of(paged), row_bytes // 16
     pieces = rows * chunks
     turns = (pieces + THREADS - 1) // THREADS
     even = pieces % THREADS == 0
-    copy, place_of = make_copy(asynchronous), make_place(row_bytes, fours)
+    place_of = make_place_of_fours(row_bytes) if fours else make_place(row_bytes)
+    copy = make_copy(asynchronous)
     step = THREADS // chunks  # rows per turn, where a thread stays in one column
 
     @device_function

@@ -18,19 +18,8 @@ from typing import Any, NamedTuple
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import make_tile_range
 from .key_parts import make_find_part, make_share, make_store_part
-from .pieces import (
-    NEG_INF,
-    State,
-    make_load_rows,
-    make_load_tile,
-    make_rescale,
-    make_softmax,
-    make_store_rows,
-    make_tile_range,
-    quad_sum,
-    swizzle_of,
-)
 from .products import make_add, make_scores, make_stage
 from .score_functions import known, make_apply, make_tile_list, pointers_of
 from .scores import (
@@ -44,6 +33,16 @@ from .scores import (
     load_slopes,
     make_adjust,
     make_hide,
+)
+from .softmax import NEG_INF, State, make_rescale, make_softmax, quad_sum
+from .tiles import (
+    left_row,
+    make_first_chunk,
+    make_load_rows,
+    make_load_tile,
+    make_store_rows,
+    make_waits,
+    right_row,
 )
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -122,8 +121,10 @@ def flash_float(
     n_qf = n_q if keep_q else 4
     # no register is left: slopes are read again for every tile, fewer scores adjusted at a time
     wide = max(d, dv) > 128
-    shift_k, xor_k = swizzle_of(d_bytes)
-    shift_v, xor_v = swizzle_of(dv_bytes)
+    (q_chunk_of, k_chunk_of), (v_chunk_of, _) = (
+        make_first_chunk(d_bytes),
+        make_first_chunk(dv_bytes),
+    )
     stages = 1 if turing else 2
     q_size, k_size, v_size = block_q * max(d_bytes, dv_bytes), block_k * d_bytes, block_k * dv_bytes
     scaled = chosen.transforms and not changes  # by `adjust`
@@ -150,7 +151,7 @@ def flash_float(
     add_values = make_add(dv, block_k, dtype, turing)
     stage_rows = make_stage(dv, dtype, turing)
     store_o = make_store_rows(dv_bytes, group)
-    wait_all = ptx.cp_async_wait[0]
+    commit, wait_all, _ = make_waits(not turing)
 
     @device_function
     def load_tile(sk, sv, operands, stage, start, keys, thread):
@@ -176,13 +177,13 @@ def flash_float(
     @device_function
     def find_lane(sq, lane, warp):
         """Where this lane reads its warp's rows of Q, and rows of any tile of keys and values."""
-        q_row = warp * 16 + (lane & 15)
+        q_row = warp * 16 + left_row(lane)
         q_at = sq + u32(q_row * d_bytes)
-        q_chunk = u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
-        k_row = ((lane >> 4) << 3) + (lane & 7)
-        k_chunk = u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
-        v_row = lane & 15
-        v_chunk = u32((lane >> 4) ^ ((v_row >> shift_v) & xor_v))
+        q_chunk = q_chunk_of(lane, q_row)
+        k_row = right_row(lane)
+        k_chunk = k_chunk_of(lane, k_row)
+        v_row = left_row(lane)
+        v_chunk = v_chunk_of(lane, v_row)
         return Lane(q_at, q_chunk, u32(k_row * d_bytes), k_chunk, u32(v_row * dv_bytes), v_chunk)
 
     @device_function
@@ -250,7 +251,7 @@ def flash_float(
             if tile < tiles:
                 start = start_of(listed_at, tile)
                 load_tile(sk, sv, operands, i32(0), start, keys, thread)
-            ptx.cp_async_commit()
+            commit()
             wait_all()
         cuda.syncthreads()
 
@@ -280,7 +281,7 @@ def flash_float(
                 if tile + 1 < tiles:
                     ahead = start_of(listed_at, tile + 1)
                     load_tile(sk, sv, operands, stage ^ 1, ahead, keys, thread)
-                ptx.cp_async_commit()
+                commit()
 
             scores(s, qf, at.q, at.q_chunk, sk + u32(stage * k_size) + at.k, at.k_chunk)
             key = i32(start + 2 * (lane & 3))  # of this thread's first score

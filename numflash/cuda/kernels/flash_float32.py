@@ -12,9 +12,10 @@ from ...tiling import tiling
 from ..compile import Source
 from ..compile.target import cuda, types
 from ..instructions import ptx
-from .pieces import NEG_INF, make_find_block, warp_sum
+from .blocks import make_find_block
 from .score_functions import BATCHES, known, make_root, pointers_of
 from .scores import LN2, LOG2E, add_bias, join_sink, tanh_accurate
+from .softmax import NEG_INF, warp_sum
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = tiling("sm_80", "float32").block_q

@@ -20,18 +20,19 @@ from typing import Any, NamedTuple
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, make_issue_scores
-from .hopper_cluster import make_bring, make_meet, make_release, readers
-from .hopper_rows import PARTS, make_write_rows
-from .hopper_schedule import make_place_in, make_rows_at
+from .blocks import Call
+from .hopper import DESCRIPTOR, FEWER, MORE, ahead, descriptor, make_issue_scores
+from .hopper_cluster import make_meet, make_release
+from .hopper_keys import make_keys_of, make_rows_in
+from .hopper_ring import BARRIERS, OF_VALUES, Layout, make_bring, make_ring, make_with_queries
+from .hopper_rows import make_write_rows
+from .hopper_schedule import make_place_in
 from .hopper_scores import OWN, SLOPES, WIDE, Block, make_describe, make_soften
-from .key_parts import make_share
-from .pieces import NEG_INF, Call, State, make_tile_range
 from .score_functions import known, make_tile_list, pointers_of
 from .scores import ScoreOptions, load_slopes
+from .softmax import NEG_INF, State, make_rescale
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
 # sinks, order of the tiles of rows where the host has arranged them, then the functions'
@@ -39,36 +40,9 @@ STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 # sizes: queries, bytes per row of o, query heads, left, right, then the schedule's
 # (`hopper_schedule`): tiles of rows (of each part of the keys), units; parts
 # factors: scale * log2(e), softcap * log2(e), 2 / softcap
-DIAGONALS, LENGTHS, ORDER = 3, 4, 8
 SIGNATURE = types.void(
     types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
 )
-
-
-class Keys(NamedTuple):
-    """What a tile of rows attends to."""
-
-    keys: Any
-    diagonal: Any
-    listed_at: Any
-    tile: Any  # numbers of its tiles of keys
-    tiles: Any
-    seen: Any  # of those that all of its rows see
-    seen_end: Any
-
-
-class Ring(NamedTuple):
-    """Shared addresses of tiles and barriers, and a warpgroup's numbers of named barriers."""
-
-    rows: Any  # Q, of this tile of rows
-    query: Any  # descriptor of the warpgroup's rows of it
-    tiles: Any  # the ring's first stage: keys, then values
-    full: Any  # mbarriers, 16 bytes per stage: keys, and a tile of Q with its first; then values
-    empty: Any
-    emptied: Any  # where this thread arrives for the first stage, of its cluster's `empty`
-    sums: Any  # the thread's own 4 bytes
-    turn: Any  # this warpgroup may issue products
-    next: Any  # the next one's
 
 
 class Fragments(NamedTuple):
@@ -108,65 +82,37 @@ def flash_hopper(
     band, _, _, alibi, _, sinks, functions, listed = chosen
     consumers = block_q // 64
     more_registers = MORE[consumers]
-    value_tiles, k_steps, p_steps = dv // 8, d // 16, block_k // 16
+    k_steps, p_steps = d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
-    d_panels, dv_panels = d // PANEL, dv // PANEL
-    q_panel, k_panel = block_q * PANEL_BYTES, block_k * PANEL_BYTES  # bytes of one panel of a tile
-    q_size, k_size, v_size = d_panels * q_panel, d_panels * k_panel, dv_panels * k_panel
-    first_tile = 1024 + queries * q_size
-    pair = k_size + v_size
-    sums_at = first_tile + STAGES * pair  # with `overlap`, 4 bytes for each consumer thread
-    sums_size = 512 * consumers if overlap else 0
+    layout = Layout(d, dv, block_q, block_k, queries, overlap)
+    q_panel, k_panel, k_size, pair = layout.q_panel, layout.k_panel, layout.k_size, layout.pair
     # values are MN-major: the leading stride spans a panel
     value_descriptor = DESCRIPTOR | (k_panel >> 4 << 16)
     multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
     transform = chosen.transforms or known(functions).changes
-    find_tiles, start_of, _, all_seen = make_tile_list(OWN, listed, block_k)
+    _, start_of, _, _ = make_tile_list(OWN, listed, block_k)
     pack, describe = ptx.pack[dtype], make_describe(packed)
-    tile_range = make_tile_range(block_q, block_k, packed, band)
-    rows_at = make_rows_at((band or listed) and not split)
+    rescale = make_rescale(dv // 8)
+    arranged = (band or listed) and not split
+    rows_in = make_rows_in(block_q, packed, cluster, arranged, split)
+    keys_of = make_keys_of(block_q, block_k, packed, band, listed, split)
     place_in = make_place_in(cluster)
     meet_all = make_meet(cluster)
-    emptied, release = make_release(cluster)
-    reads = readers(cluster, consumers)
-    bring_k, bring_v = (make_bring(cluster, n, k_panel) for n in (d_panels, dv_panels))
+    _, release = make_release(cluster)
+    ring_at, prepare = make_ring(layout, cluster)
+    with_queries = make_with_queries(layout)
+    bring = make_bring(layout, group, packed, cluster, rows_in, keys_of, start_of)
     write_rows = make_write_rows(dv, pack, packed, transform, sinks, split)
-    share_of = make_share(split)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     # blocks of a cluster would wait for each other's output: measured slower
     continued = overlap and cluster == 1
 
     @device_function
-    def with_queries(ring, q_tile):
-        """The ring with tile 0 or 1 of Q in shared memory."""
-        if queries == 1:
-            return ring
-        rows = ring.rows + u32(q_tile) * u32(q_size)
-        query = ahead(ring.query, i32(q_tile) * i32(q_size >> 4))
-        return Ring(
-            rows,
-            query,
-            ring.tiles,
-            ring.full,
-            ring.empty,
-            ring.emptied,
-            ring.sums,
-            ring.turn,
-            ring.next,
-        )
-
-    @device_function
     def weights(p, s):
         for n in range(n_p):
             p[n] = pack(s[2 * n], s[2 * n + 1])
-
-    @device_function
-    def shrink(o, alpha):
-        for n in range(value_tiles):
-            for e in range(4):
-                o[4 * n + e] *= alpha[e >> 1]
 
     @device_function
     def begin(work, n, ring):
@@ -175,7 +121,7 @@ def flash_hopper(
         O may be under way; where it is not, `fence_o` keeps what changes it ahead of the products.
         """
         stage = u32(n & 1)
-        ptx.mbarrier_wait(ring.full + stage * u32(16), u32((n >> 1) & 1))
+        ptx.mbarrier_wait(ring.full + stage * u32(BARRIERS), u32((n >> 1) & 1))
         if ping_pong:
             ptx.barrier(ring.turn, u32(256))
         fence_s(work.s, 0)
@@ -190,7 +136,7 @@ def flash_hopper(
         16 keys (two groups of 8 rows of 128 bytes) at a time.
         """
         stage = u32(n & 1)
-        ptx.mbarrier_wait(ring.full + stage * u32(16) + u32(8), u32((n >> 1) & 1))
+        ptx.mbarrier_wait(ring.full + stage * u32(BARRIERS) + u32(OF_VALUES), u32((n >> 1) & 1))
         fence_o(work.o, 0)
         ptx.wgmma_fence()
         dv_at = descriptor(value_descriptor, ring.tiles + stage * u32(pair) + u32(k_size))
@@ -207,13 +153,13 @@ def flash_hopper(
     def scores_read(work, n, ring):
         """After a wait for the scores of the ring's tile n: the stage of its keys is empty."""
         fence_s(work.s, 0)
-        release(ring.emptied + u32(n & 1) * u32(16))
+        release(ring.emptied + u32(n & 1) * u32(BARRIERS))
 
     @device_function
     def values_read(work, n, ring):
         """After a wait for O += P . V of the ring's tile n: the stage of its values is empty."""
         fence_o(work.o, 0)
-        release(ring.emptied + u32(n & 1) * u32(16) + u32(8))
+        release(ring.emptied + u32(n & 1) * u32(BARRIERS) + u32(OF_VALUES))
 
     @device_function
     def alone(work, n, ring):
@@ -235,7 +181,7 @@ def flash_hopper(
         def in_order(work, state, n, ring, block, call):
             alone(work, n, ring)
             soften(work.s, state, n, block, call)
-            shrink(work.o, state.alpha)
+            rescale(work.o, state.alpha)
             weights(work.p, work.s)
             add_values(work, n, ring)
             wait_none()
@@ -256,107 +202,13 @@ def flash_hopper(
             ptx.store_shared_f32(ring.sums, state.l[0] + state.l[1])
             wait_none()
             values_read(work, n - 1, ring)
-            shrink(work.o, state.alpha)
+            rescale(work.o, state.alpha)
             weights(work.p, work.s)
 
         return soften, beside if overlap else in_order
 
     soften_edge, edge_step = make_step(True)
     _, full_step = make_step(False)
-
-    @device_function
-    def rows_in(turn, call):
-        """First row, first head, batch entry and part of the keys of the block's tile of rows in its
-        turn.
-        """
-        _, _, heads, _, _, row_tiles, _, parts = call.sizes
-        rows, unit = rows_at(place_in(turn), call.pointers[ORDER], row_tiles)
-        part = i32(0)
-        if split:
-            tile = i32(ptx.udiv(u32(rows), u32(parts)))
-            rows, part = tile, i32(rows - tile * parts)
-        groups = i32(heads // packed)
-        batch = i32(ptx.udiv(u32(unit), u32(groups)))
-        return i32(rows * block_q), i32((unit - batch * groups) * packed), batch, part
-
-    @device_function
-    def keys_of(place, call):
-        """The tiles of keys that a tile of rows attends to."""
-        first_row, first_head, batch, part = place
-        queries, _, _, left, right = call.sizes[:5]
-        keys = ptx.load_global_s32(call.pointers[LENGTHS] + u64(batch * 4))
-        diagonal = ptx.load_global_s32(call.pointers[DIAGONALS] + u64(batch * 4))
-        tile, tiles, low, high = tile_range(
-            first_row, queries * packed, keys, diagonal, left, right
-        )
-        listed_at, tile, tiles = find_tiles(
-            call.pointers, batch, first_head // packed, first_row // block_q, tile, tiles
-        )
-        tile, tiles = share_of(tile, tiles, part, call.sizes[PARTS])
-        seen, seen_end = all_seen(listed_at, tile, tiles, low, high) if band else (tile, tiles)
-        return Keys(keys, diagonal, listed_at, tile, tiles, seen, seen_end)
-
-    @device_function
-    def bring_q(n, turn, ring, maps, call):
-        """Loads a tile of Q, which counts with the keys of the ring's tile n.
-
-        The last products with the tile of Q before it are done when tile n - 1 is released, which
-        happens ahead of that tile's softmax. With two tiles of Q those with the last but one are done
-        when tile n - 2 is, for which the keys have waited.
-        """
-        bar = ring.full + u32(n & 1) * u32(16)
-        if queries == 1:
-            ptx.mbarrier_wait(ring.empty + u32((n - 1) & 1) * u32(16), u32(((n - 1) >> 1) & 1))
-        ptx.mbarrier_expect(bar, u32(q_size))
-        place = rows_in(ptx.fresh(turn), call)  # in no register until here
-        first_row, first_head, batch, _ = place
-        for h in range(d_panels):
-            at, column = ring.rows + u32(h * q_panel), i32(h * PANEL)
-            ptx.tma_load_5d(
-                at, maps, column, i32(0), first_row // packed, first_head // packed, batch, bar
-            )
-
-    @device_function
-    def bring_keys(n, first, start, place, ring, maps):
-        """Loads keys as the ring's tile n once its stage is empty, the `first` ones before Q.
-
-        Their stage is free before the rows are.
-        """
-        stage = u32(n & 1)
-        bar, at = ring.full + stage * u32(16), ring.tiles + stage * u32(pair)
-        ptx.mbarrier_wait(ring.empty + stage * u32(16), u32(((n >> 1) & 1) ^ 1))
-        if first:
-            ptx.mbarrier_expect_more(bar, u32(k_size))
-        else:
-            ptx.mbarrier_expect(bar, u32(k_size))
-        bring_k(at, maps + u64(128), start, place[1] // group, place[2], bar)
-
-    @device_function
-    def bring_values(n, start, place, ring, maps):
-        stage = u32(n & 1)
-        bar = ring.full + stage * u32(16) + u32(8)
-        at = ring.tiles + stage * u32(pair) + u32(k_size)
-        ptx.mbarrier_wait(ring.empty + stage * u32(16) + u32(8), u32(((n >> 1) & 1) ^ 1))
-        ptx.mbarrier_expect(bar, u32(v_size))
-        bring_v(at, maps + u64(256), start, place[1] // group, place[2], bar)
-
-    @device_function
-    def bring(turn, n, ring, maps, call):
-        """The producer's part of a tile of rows, whose first tile of keys is the ring's tile n.
-
-        Returns the number of the next one.
-        """
-        place = rows_in(turn, call)
-        found = keys_of(place, call)
-        first, last = n, i32(found.tiles - 1 + n)
-        while n <= i32(last - found.tile):
-            start = start_of(found.listed_at, last - n)
-            bring_keys(n, n == first, start, place, ring, maps)
-            if n == first:
-                bring_q(n, turn, ring, maps, call)
-            bring_values(n, start, place, ring, maps)
-            n = i32(ptx.fresh(n) + 1)  # a loop whose passes LLVM cannot count stays one
-        return n
 
     @device_function
     def after(turn, call):
@@ -459,27 +311,11 @@ def flash_hopper(
         thread = i32(cuda.threadIdx.x)
         lane, warpgroup = thread & 31, ptx.uniform(thread >> 7)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
-        rows_at = base + u32(1024)
         call = Call(pointers, strides, sizes, factors)
         tiles_of_rows = u32(sizes[5] * sizes[6])
-        ring = Ring(
-            rows_at,
-            descriptor(DESCRIPTOR, rows_at + u32((warpgroup - 1) * 64 * PANEL_BYTES)),
-            base + u32(first_tile),
-            base,
-            base + u32(64),
-            emptied(base + u32(64)),
-            base + u32(sums_at) + u32((thread - 128) * 4),
-            u32(warpgroup),
-            u32(warpgroup % consumers + 1),
-        )
+        ring = ring_at(base, thread, warpgroup)
         if thread == 0:
-            for i in range(2 * STAGES):
-                ptx.mbarrier_init(ring.full + u32(8 * i), u32(1))
-                ptx.mbarrier_init(ring.empty + u32(8 * i), u32(reads))
-            ptx.fence_mbarrier_init()
-            for i in range(3):  # the maps are in global memory, written before this launch
-                ptx.tensormap_acquire(maps + u64(128 * i))
+            prepare(ring, maps)
         meet_all()
         turn, n, q_tile, begun = i32(0), i32(0), i32(0), False
         if warpgroup == 0:
@@ -514,5 +350,4 @@ def flash_hopper(
             meet_all()  # the other block arrives at this one's mbarriers until its end
 
     own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
-    shared_bytes = sums_at + sums_size + 1024
-    return Source(flash, own, 128 * (1 + consumers), shared_bytes, cluster=cluster)
+    return Source(flash, own, 128 * (1 + consumers), layout.shared_bytes, cluster=cluster)

@@ -31,6 +31,7 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, types
 from ..instructions import ptx
+from .blocks import make_find_block, make_tile_range
 from .int8_first import make_begin_rows
 from .int8_pairs import join_maxima, make_give, make_sum_given, make_take
 from .int8_rows import (
@@ -52,14 +53,7 @@ from .int8_softmax import (
 )
 from .int8_values import FLOAT_KEYS, PADDING, Values, make_byte_values, make_float_values
 from .int8_weights import PLANES, make_weigh
-from .pieces import (
-    make_copy,
-    make_find_block,
-    make_load_rows,
-    make_load_tile,
-    make_tile_range,
-    swizzle_of,
-)
+from .tiles import make_copy, make_load_rows, make_load_tile, make_waits, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 # what depends on the numbers is computed anew after these: kept for every tile, it would spill
@@ -124,7 +118,7 @@ def flash_int8(
     load_q = make_load_rows(block_q, d, threads, group, not turing)
     load_k = make_load_tile(block_k, d, threads, not turing)
     load_v = make_load_tile(dv, block_k, threads, not turing)
-    copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
+    copy, (commit, wait_all, _) = make_copy(not turing), make_waits(not turing)
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
     log2_scores = make_log2_scores(own_tiles, chosen, turing)
     weigh, find_shares = make_weigh(own_tiles, pv, turing), make_find_shares(pv)
@@ -236,9 +230,8 @@ def flash_int8(
                     ck + (heads_before * u64(stored) + u64(start + 4 * loader[0])) * u64(4),
                     True,
                 )
-            if not turing:
-                ptx.cp_async_commit()
-                wait_all()
+            commit()
+            wait_all()
             cuda.syncthreads()
 
             # S = Q . K^T, exact

@@ -28,8 +28,10 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import make_find_block, make_tile_range
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, descriptor, make_issue_scores
 from .int8_first import make_begin_rows
+from .int8_ring import Layout, make_bring, make_ring
 from .int8_rows import (
     ROW_BYTES,
     Block,
@@ -48,10 +50,8 @@ from .int8_softmax import (
     make_sum_weights,
 )
 from .int8_weights import make_weigh
-from .pieces import make_find_block, make_tile_range
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-MAPS = 4
 
 # pointers: tensor maps of q, k, v, ck (4 x 128 bytes), out, m, l, cq, value scale, diagonal,
 # key_lengths, mask, bias, slopes, shift, q, and of the first keys: planes (8 x d), scales, values
@@ -110,19 +110,14 @@ def flash_int8_hopper(
     columns = 32 if dv > 128 or dv % 64 else 64
     parts, n_acc = dv // columns, columns // 2
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 8
-    panels = -(-d // PANEL_BYTES)
-    stages = 4 if max(d, dv) <= 128 else 2
     # beyond, there are no registers for scores beside sums
     overlap = dv <= (128 if consumers == 2 else 64)
-    turn = stages.bit_length() - 1
-    q_panel, k_panel = block_q * PANEL_BYTES, block_k * PANEL_BYTES
-    k_size, v_size, scale_size = panels * k_panel, dv * block_k, block_k * 4
-    stage_size = k_size + v_size
-    ring_at = 1024 + panels * q_panel
-    scales_at = ring_at + stages * stage_size
-    table_at = scales_at + stages * scale_size
+    layout = Layout(d, dv, block_q)
+    stages, stage_size, scale_size = layout.stages, layout.stage, layout.stage_scales
+    k_size, table_at, turn = layout.k_size, layout.table, stages.bit_length() - 1
     multiply_k, multiply_v = ptx.wgmma(block_k, "int8", False), ptx.wgmma(columns, "int8", True)
-    issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
+    issue_scores = make_issue_scores(multiply_k, k_steps, layout.q_panel, layout.k_panel)
+    (ring_at, prepare), bring = make_ring(layout), make_bring(layout, packed)
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     band = chosen.band
@@ -140,21 +135,21 @@ def flash_int8_hopper(
     shrink = make_shrink(value_tiles)
 
     @device_function
-    def begin_scores(s, dq, n, full, ring):
+    def begin_scores(s, dq, n, ring):
         """Waits for the ring's block n and issues its Q . K^T."""
         stage = u32(n & (stages - 1))
-        ptx.mbarrier_wait(full + stage * u32(8), u32((n >> turn) & 1))
+        ptx.mbarrier_wait(ring.full + stage * u32(8), u32((n >> turn) & 1))
         fence_s(s, 0)
         ptx.wgmma_fence()
-        issue_scores(s, dq, descriptor(DESCRIPTOR, ring + stage * u32(stage_size)))
+        issue_scores(s, dq, descriptor(DESCRIPTOR, ring.tiles + stage * u32(stage_size)))
         ptx.wgmma_commit()
 
     @device_function
-    def pass_block(n, full, empty):
+    def pass_block(n, ring):
         """The ring's block n is none of this warpgroup's."""
         stage = u32(n & (stages - 1)) * u32(8)
-        ptx.mbarrier_wait(full + stage, u32((n >> turn) & 1))
-        ptx.mbarrier_arrive(empty + stage)
+        ptx.mbarrier_wait(ring.full + stage, u32((n >> turn) & 1))
+        ptx.mbarrier_arrive(ring.empty + stage)
 
     @device_function
     def soften(f, rows, tile, table, scales, block, given, lane):
@@ -219,70 +214,17 @@ def flash_int8_hopper(
         first, pack, batch = find_block(i32(queries * packed))
         kv_head = i32(pack * packed // group)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
-        # full and empty: 8 bytes per stage
-        full_q = base
-        full = base + u32(16)
-        empty = base + u32(64)
-        sq, ring, sc = base + u32(1024), base + u32(ring_at), base + u32(scales_at)
+        ring = ring_at(base)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, i32(queries * packed), keys, diagonal, left, right)
         if thread == 0:
-            ptx.mbarrier_init(full_q, u32(1))
-            for i in range(stages):
-                ptx.mbarrier_init(full + u32(8 * i), u32(1))
-                ptx.mbarrier_init(empty + u32(8 * i), u32(128 * consumers))
-            ptx.fence_mbarrier_init()
+            prepare(ring)
         cuda.syncthreads()
         if warpgroup == 0:
             FEWER()
             if thread == 0:
-                for i in range(MAPS):  # the maps are in global memory, written before this launch
-                    ptx.tensormap_acquire(maps + u64(128 * i))
-                ptx.mbarrier_expect(full_q, u32(panels * q_panel))
-                for h in range(panels):
-                    ptx.tma_load_5d(
-                        sq + u32(h * q_panel),
-                        maps,
-                        i32(h * PANEL_BYTES),
-                        i32(0),
-                        first // packed,
-                        pack,
-                        batch,
-                        full_q,
-                    )
-                n = i32(0)
-                while tile < tiles:
-                    stage, parity = u32(n & (stages - 1)), u32(((n >> turn) & 1) ^ 1)
-                    at = ring + stage * u32(stage_size)
-                    bar = full + stage * u32(8)
-                    start = i32(tile * block_k)
-                    ptx.mbarrier_wait(empty + stage * u32(8), parity)
-                    ptx.mbarrier_expect(bar, u32(stage_size + scale_size))
-                    for h in range(panels):
-                        ptx.tma_load_4d(
-                            at + u32(h * k_panel),
-                            maps + u64(128),
-                            i32(h * PANEL_BYTES),
-                            start,
-                            kv_head,
-                            batch,
-                            bar,
-                        )
-                    ptx.tma_load_4d(
-                        sc + stage * u32(scale_size),
-                        maps + u64(384),
-                        start,
-                        i32(0),
-                        kv_head,
-                        batch,
-                        bar,
-                    )
-                    ptx.tma_load_4d(
-                        at + u32(k_size), maps + u64(256), start, i32(0), kv_head, batch, bar
-                    )
-                    n = i32(n + 1)
-                    tile = i32(tile + 1)
+                bring(tile, tiles, first, pack, kv_head, batch, ring, maps)
         else:
             more_registers()
             s = cuda.local.array(n_s, i32)
@@ -311,8 +253,8 @@ def flash_int8_hopper(
             sources = q, first_k, first_scale, first_v
             first_sizes = i32(heads // group), q_bytes
             begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
-            dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
-            ptx.mbarrier_wait(full_q, u32(0))
+            dq = descriptor(DESCRIPTOR, ring.q + u32((warpgroup - 1) * 64 * PANEL_BYTES))
+            ptx.mbarrier_wait(ring.full_q, u32(0))
             n = i32(0)
             # the warpgroup's own rows: some may be beyond the last, and attend to fewer keys
             own_first = i32(first + (warpgroup - 1) * 64)
@@ -322,33 +264,35 @@ def flash_int8_hopper(
             if own >= stop or own_first >= queries * packed:
                 own, stop = tile, tile
             while tile < own:
-                pass_block(n, full, empty)
+                pass_block(n, ring)
                 n = i32(n + 1)
                 tile = i32(tile + 1)
             last = i32(stop - int(overlap))
             if overlap and tile < stop:
-                begin_scores(s, dq, n, full, ring)
+                begin_scores(s, dq, n, ring)
                 wait_none()
                 fence_s(s, 0)
             while tile < last:
                 stage = u32(n & (stages - 1))
-                dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
+                dv_at = descriptor(DESCRIPTOR, ring.tiles + stage * u32(stage_size) + u32(k_size))
                 if not overlap:
-                    begin_scores(s, dq, n, full, ring)
+                    begin_scores(s, dq, n, ring)
                     wait_none()
                     fence_s(s, 0)
-                soften(f, rows, tile, table, sc + stage * u32(scale_size), block, given, lane)
+                soften(
+                    f, rows, tile, table, ring.scales + stage * u32(scale_size), block, given, lane
+                )
                 add_first(f, rows, dv_at)
                 begin_values(f, parts - 1, dv_at)
                 n = i32(n + 1)
                 tile = i32(tile + 1)
                 if overlap:  # the next block's scores beside the last sums of this one
-                    begin_scores(s, dq, n, full, ring)
+                    begin_scores(s, dq, n, ring)
                     wait_one()
                 else:
                     wait_none()
                 add_values(f, rows, parts - 1)
-                ptx.mbarrier_arrive(empty + stage * u32(8))
+                ptx.mbarrier_arrive(ring.empty + stage * u32(8))
                 if overlap:
                     wait_none()
                     fence_s(s, 0)
@@ -356,14 +300,16 @@ def flash_int8_hopper(
             # each product
             if overlap and tile < stop:
                 stage = u32(n & (stages - 1))
-                dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
-                soften(f, rows, tile, table, sc + stage * u32(scale_size), block, given, lane)
+                dv_at = descriptor(DESCRIPTOR, ring.tiles + stage * u32(stage_size) + u32(k_size))
+                soften(
+                    f, rows, tile, table, ring.scales + stage * u32(scale_size), block, given, lane
+                )
                 add_all(f, rows, dv_at)
-                ptx.mbarrier_arrive(empty + stage * u32(8))
+                ptx.mbarrier_arrive(ring.empty + stage * u32(8))
                 n = i32(n + 1)
                 tile = i32(tile + 1)
             while tile < tiles:
-                pass_block(n, full, empty)
+                pass_block(n, ring)
                 n = i32(n + 1)
                 tile = i32(tile + 1)
             outputs = Outputs(
@@ -380,4 +326,4 @@ def flash_int8_hopper(
             )
             write_rows(Sums(o, m, l), table, outputs, i32(0), lane)
 
-    return Source(flash, SIGNATURE, 128 * (1 + consumers), table_at + block_q * ROW_BYTES + 1024)
+    return Source(flash, SIGNATURE, 128 * (1 + consumers), layout.shared_bytes)

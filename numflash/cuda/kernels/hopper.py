@@ -14,6 +14,7 @@ from ..instructions import ptx
 i32, u32, u64 = types.int32, types.uint32, types.uint64
 # a panel's rows are the span of the swizzle
 PANEL_BYTES = 128
+PANEL = PANEL_BYTES // 2  # its columns, of 16 bits
 # matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart (PTX 9.7.15.5.1.2.2)
 DESCRIPTOR = (1 << 62) | (64 << 32)
 # by consumer warpgroups; 65536 registers: 128 x 24 + 256 x 240, or 128 x 24 + 384 x 160

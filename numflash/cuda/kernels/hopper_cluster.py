@@ -16,10 +16,9 @@ from typing import Any
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .hopper import PANEL_BYTES
+from .hopper import PANEL
 
 i32, u32 = types.int32, types.uint32
-PANEL = PANEL_BYTES // 2  # columns of a panel
 WARPS = 4  # of a warpgroup
 
 

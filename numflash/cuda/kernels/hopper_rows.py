@@ -11,8 +11,8 @@ from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .hopper_scores import make_describe
 from .key_parts import make_store_part
-from .pieces import NEG_INF, quad_sum
 from .scores import LN2, LOG2E, join_sink
+from .softmax import NEG_INF, quad_sum
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 O, LSE, SINKS = 1, 2, 7  # places in the kernel's pointers

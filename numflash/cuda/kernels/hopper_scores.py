@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import make_softmax
 from .score_functions import known, make_apply, make_tile_list
 from .scores import LN2, Mask, Place, Rows, ScoreOptions, load_slopes, make_adjust, make_hide
+from .softmax import make_softmax
 
 i32, f32 = types.int32, types.float32
 OWN, MASK, SLOPES = 9, 5, 6  # pointers before those of the functions; places of two of them

@@ -24,6 +24,7 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import make_find_block
 from .int8_four_rows import (
     CHANNELS,
     MAGNITUDE,
@@ -42,7 +43,6 @@ from .int8_four_rows import (
     shape_of,
     spread,
 )
-from .pieces import make_find_block
 
 i32, i64, u32, u64, f32, f64 = (
     types.int32, types.int64, types.uint32, types.uint64, types.float32, types.float64,

@@ -14,6 +14,7 @@ from ...numerics import fixedpoint as fx
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import make_find_block
 from .int8_four_rows import (
     CHANNELS,
     ROWS,
@@ -25,7 +26,6 @@ from .int8_four_rows import (
     shape_of,
     spread,
 )
-from .pieces import make_find_block
 from .scores import LN2, LOG2E
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32

@@ -5,7 +5,7 @@ What is known of each before the first key, and how their results leave.
 What a tile of scores needs of its rows is in shared memory, two times 16 bytes a row, and
 is read anew for every tile: kept in registers through the products it would push other things onto
 the stack. Row r of the problem is query r // group of head r % group of the heads that are packed
-together (`pieces.make_load_rows`); a thread holds two rows, 8 apart.
+together (`tiles.make_load_rows`); a thread holds two rows, 8 apart.
 """
 
 from __future__ import annotations

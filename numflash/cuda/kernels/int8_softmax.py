@@ -19,8 +19,8 @@ from ...numerics import fixedpoint as fx
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .int8_rows import PART, Int8Options
-from .pieces import NEG_INF
 from .scores import softcap_exact
+from .softmax import NEG_INF
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 # t of a masked key, and of a score that is NaN: beyond every other

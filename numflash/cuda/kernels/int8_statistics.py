@@ -15,9 +15,9 @@ from ...numerics.quantize_kernels import CHUNK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
+from .blocks import make_find_block
 from .decode_pieces import warp_max_i32
 from .int8_four_rows import MAGNITUDE, is_finite, make_as_float, make_load
-from .pieces import make_find_block
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 TOGETHER = 32  # rows whose loads are under way together

@@ -11,7 +11,7 @@ from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .int8_pairs import make_take
 from .int8_softmax import ONE_Q16, make_shrink
-from .pieces import make_copy
+from .tiles import make_copy
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 # what depends on the number is computed anew after this: kept for every tile, it would spill

@@ -15,8 +15,9 @@ from ...tiling import CUDA_PARTS
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import NEG_INF, make_find_block, warp_max, warp_sum
+from .blocks import make_find_block
 from .scores import LN2, LOG2E
+from .softmax import NEG_INF, warp_max, warp_sum
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = 8  # of a block that merges; each takes every eighth part

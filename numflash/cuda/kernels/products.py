@@ -16,7 +16,7 @@ from typing import Any
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import make_read, swizzle_of
+from .tiles import make_read, swizzle_of
 
 i32, u32, f32 = types.int32, types.uint32, types.float32
 
@@ -90,7 +90,7 @@ def make_stage(width: int, dtype: str, turing: bool) -> Any:
     16 x width sums, times a factor for rows 0-7 and 8-15, as `dtype` to shared memory.
 
     A factor of 0 writes 0 whatever the sums hold. The rows are swizzled, as
-    `pieces.make_store_rows` reads them.
+    `tiles.make_store_rows` reads them.
     """
     tiles, row_bytes = width // 8, width * 2
     shift, xor = swizzle_of(row_bytes)

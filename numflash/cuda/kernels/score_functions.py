@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from ..compile.target import cuda, device_function, intrinsic, signature, types
 from ..instructions import ptx
-from .pieces import NEG_INF
 from .scores import LOG2E
+from .softmax import NEG_INF
 
 i32, u64, f32 = types.int32, types.uint64, types.float32
 FRAME, BATCHES, TILES, ARRAYS = range(4)  # places after the kernel's own pointers

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...numerics import fixedpoint as fx
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import NEG_INF
+from .softmax import NEG_INF
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 # numbers: in a kernel `math` would run, in float64

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from ..kernels.pieces import quad_max, quad_sum
+from ..kernels.softmax import quad_max, quad_sum
 from .scalar import LOWEST
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32

@@ -20,7 +20,7 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..device.operands import LOG2E, Launch
 from ..instructions import ptx
-from ..kernels.pieces import quad_sum
+from ..kernels.softmax import quad_sum
 from .pieces import (
     BLOCK,
     layout_of,

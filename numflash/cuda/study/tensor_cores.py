@@ -11,7 +11,7 @@ from __future__ import annotations
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from ..kernels.pieces import quad_sum
+from ..kernels.softmax import quad_sum
 from .pieces import (
     BLOCK,
     THREADS,

@@ -1,6 +1,5 @@
-"""Parts that the kernels share.
-
-Swizzled tiles in shared memory, reductions over a quad of lanes, the visible range of a row.
+"""Swizzled tiles in shared memory: where a row's pieces of 16 bytes lie, copies from and to global
+memory, and which of them a lane reads with ldmatrix.
 
 The makers are cached: a tile of keys and one of values of the same shape are loaded by one
 function, compiled once.
@@ -9,31 +8,12 @@ function, compiled once.
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 
-i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
-NEG_INF = f32(-math.inf)
-
-
-class Call(NamedTuple):
-    """The arguments of the kernel."""
-
-    pointers: Any
-    strides: Any
-    sizes: Any
-    factors: Any
-
-
-class State(NamedTuple):
-    """The online softmax of a thread's two rows: local arrays of two."""
-
-    m: Any  # running maximum
-    l: Any  # running sum
-    alpha: Any  # what the output so far is multiplied by
+i32, u32, u64 = types.int32, types.uint32, types.uint64
 
 
 def swizzle_of(row_bytes: int) -> tuple[int, int]:
@@ -93,6 +73,19 @@ def make_copy(asynchronous: bool) -> Any:
         ptx.store_shared_v4(place + u32(ahead), four, 0)
 
     return copy_later if asynchronous else copy_now
+
+
+@functools.cache
+def make_waits(asynchronous: bool) -> tuple[Any, Any, Any]:
+    """(commit, wait_all, wait_but_one): what copies of `make_copy` need.
+
+    The end of a group of copies; waits until all groups, all but the last one, have arrived. Nothing
+    where copies are made at once.
+    """
+    if asynchronous:
+        return ptx.cp_async_commit, ptx.cp_async_wait[0], ptx.cp_async_wait[1]
+    nothing = device_function(lambda: None)
+    return nothing, nothing, nothing
 
 
 @functools.cache
@@ -227,134 +220,33 @@ def make_store_rows(row_bytes: int, group: int) -> Any:
     return store_rows
 
 
-@functools.cache
-def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
-    """tile_range(first, rows, keys, diagonal, left, right).
-
-    The keys that the `block_q` packed rows from `first` on attend to.
-
-    Returns the first tile of keys that any of them attends to and the end of these tiles, then the
-    first key that all of them attend to and the end of those.
+@device_function
+def left_row(lane):
+    """Of 16 rows the one whose address a lane gives ldmatrix: for the left operand of a product, or
+    with `.trans` for the right one.
     """
+    return lane & 15
 
-    @device_function
-    def all_keys(first, rows, keys, diagonal, left, right):
-        return i32(0), i32((keys + block_k - 1) // block_k), i32(0), i32(keys)
 
-    @device_function
-    def a_band(first, rows, keys, diagonal, left, right):
-        low = i32(first // group + diagonal)
-        high = i32((min(first + block_q, rows) - 1) // group + diagonal)
-        end = min(
-            i32((keys + block_k - 1) // block_k),
-            i32((max(high + right + 1, 0) + block_k - 1) // block_k),
-        )
-        return (
-            i32(max(low - left, 0) // block_k),
-            i32(end),
-            i32(max(high - left, 0)),
-            i32(min(keys, low + right + 1)),
-        )
-
-    return a_band if band else all_keys
+@device_function
+def right_row(lane):
+    """As `left_row` for the right operand of a product, whose columns are rows in memory."""
+    return ((lane >> 4) << 3) + (lane & 7)
 
 
 @functools.cache
-def make_find_block(rows: int, last_first: bool = False, folded: bool = False) -> Any:
-    """find_block(total): this block's first row of `total`, its head and its batch entry.
-
-    A block has `rows` rows. The grid is tiles of rows, heads, batch entries; where these are more
-    than its last axis takes, it is `folded`: tiles of rows of one batch entry after the other,
-    heads (`Launch.blocks`). That is code of its own: what a division gives takes a register, and a
-    block's number none.
-
-    With `last_first`, for a band, the last rows, which attend to most keys when causal, start
-    first: the short ones fill the end of the launch.
+def make_first_chunk(row_bytes: int) -> tuple[Any, Any]:
+    """(left_chunk(lane, row), right_chunk(lane, row)): the place of a lane's first chunk in its
+    `left_row` or `right_row` of a tile. The others are an XOR with an even number away.
     """
+    shift, xor = swizzle_of(row_bytes)
 
     @device_function
-    def find_block(total):
-        tile = (
-            u32(u32(cuda.gridDim.x) - u32(1) - u32(cuda.blockIdx.x))
-            if last_first
-            else u32(cuda.blockIdx.x)
-        )
-        return i32(tile * u32(rows)), i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+    def left_chunk(lane, row):
+        return u32((lane >> 4) ^ ((row >> shift) & xor))
 
     @device_function
-    def find_folded(total):
-        tiles = u32(u32(total + rows - 1) // u32(rows))
-        batch = ptx.udiv(u32(cuda.blockIdx.x), tiles)
-        tile = u32(u32(cuda.blockIdx.x) - batch * tiles)
-        if last_first:
-            tile = u32(tiles - u32(1) - tile)
-        return i32(tile * u32(rows)), i32(cuda.blockIdx.y), i32(batch)
+    def right_chunk(lane, row):
+        return u32(((lane >> 3) & 1) ^ ((row >> shift) & xor))
 
-    return find_folded if folded else find_block
-
-
-@device_function
-def quad_max(x):
-    """Largest over the four lanes that hold one row of an accumulator."""
-    x = ptx.fmax(x, ptx.shuffle_xor(x, u32(1)))
-    return ptx.fmax(x, ptx.shuffle_xor(x, u32(2)))
-
-
-@device_function
-def quad_sum(x):
-    x = x + ptx.shuffle_xor(x, u32(1))
-    return x + ptx.shuffle_xor(x, u32(2))
-
-
-@device_function
-def warp_max(x):
-    for n in range(5):
-        x = ptx.fmax(x, ptx.shuffle_xor(x, u32(1 << n)))
-    return x
-
-
-@device_function
-def warp_sum(x):
-    for n in range(5):
-        x += ptx.shuffle_xor(x, u32(1 << n))
-    return x
-
-
-@functools.cache
-def make_softmax(key_tiles: int):
-    """One step of the online softmax on a fragment of scores.
-
-    m, l and alpha hold one value for each of a thread's two rows.
-    """
-
-    @device_function
-    def softmax(s, m, l, alpha, scale):
-        for r in range(2):
-            x = m[r]
-            for n in range(key_tiles):
-                x = ptx.fmax(x, ptx.fmax(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]))
-            x = quad_max(x)
-            safe = f32(0) if x == NEG_INF else x * scale
-            alpha[r] = ptx.ex2(m[r] * scale - safe)
-            m[r] = x
-            total = l[r] * alpha[r]
-            for n in range(key_tiles):
-                s[4 * n + 2 * r] = ptx.ex2(ptx.fma(s[4 * n + 2 * r], scale, -safe))
-                s[4 * n + 2 * r + 1] = ptx.ex2(ptx.fma(s[4 * n + 2 * r + 1], scale, -safe))
-                total += s[4 * n + 2 * r] + s[4 * n + 2 * r + 1]
-            l[r] = total
-
-    return softmax
-
-
-@functools.cache
-def make_rescale(value_tiles: int) -> Any:
-    """rescale(o, alpha): the outputs of a thread's two rows, each times its row's factor."""
-
-    @device_function
-    def rescale(o, alpha):
-        for n in range(value_tiles):
-            for e in range(4):
-                o[4 * n + e] *= alpha[e >> 1]
-
-    return rescale
+    return left_chunk, right_chunk
