@@ -27,10 +27,11 @@ def test_the_examples_of_the_guide():
     text = Path(__file__).parents[2].joinpath("docs", "pytorch.md").read_text()
     space = {}
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 3
-    for code in examples[: None if find_spec("transformers") else 2]:
+    assert len(examples) == 4
+    for code in examples[: None if find_spec("transformers") else 3]:
         exec(code, space)
-    assert space["out"].shape == (1, 8, 128, 64) and space["q"].grad.shape == (1, 8, 128, 64)
+    assert space["q"].grad.shape == (1, 8, 128, 64)
+    assert all(x.grad.shape == (300, 8, 64) for x in space["packed"])
 
 
 @pytest.mark.parametrize(
