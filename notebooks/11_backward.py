@@ -62,6 +62,10 @@ def normal(*shape):
 # with D, the row's weighted mean of dP. (The papers call it D, as they call the head size; the code below calls it `delta`.) For all rows
 # together this is dS = P * (dP - D). The mean needs no P at all: the sum over j of P_ij dP_ij is the sum over j of P_ij (dO_i . V_j), and
 # that is dO_i . O_i.
+#
+# A loss may also use the log-sum-exp L of a row: a "z-loss" keeps it small, and merging two parts of the keys weighs each by it. The derivative
+# of L with respect to S_k is the softmax, P_k, so that dS_k grows by P_k dL. Put together, dS_k = P_k (dP_k - (D - dL)): nothing changes but the
+# number that is subtracted. `attention_backward(grad_lse=)` takes dL.
 
 # %%
 def definition(do, q, k, v, causal=False):
