@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import sys
 from collections import Counter
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +22,7 @@ from ..validation.options import PRECISIONS, PV, check_weights
 from .flex import flex_attention
 from .rebinding import Rebinding
 from .sdpa import PYTORCH, scaled_dot_product_attention
+from .varlen import varlen_attn
 
 logger = logging.getLogger("numflash")
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
@@ -41,8 +45,9 @@ def _body(func: Any, **names: Any) -> Any:
 
 
 class use(TorchFunctionMode):
-    """Inside this context, calls of `torch.nn.functional.scaled_dot_product_attention` and of
-    `torch.nn.attention.flex_attention.flex_attention` are answered by numflash.
+    """Inside this context, calls of `torch.nn.functional.scaled_dot_product_attention`, of
+    `torch.nn.attention.flex_attention.flex_attention` and of `torch.nn.attention.varlen.varlen_attn`
+    are answered by numflash.
 
     However the model got hold of the function, and whatever calls it: `torch.nn.MultiheadAttention`
     without weights and `torch.nn.TransformerEncoder` do. It holds for the thread that enters it,
@@ -82,6 +87,7 @@ class use(TorchFunctionMode):
         self.fallbacks: Counter[str] = Counter()
         self._calls, self._compiled = 0, False
         self._logged: set[str] = set()
+        self._entered: list[contextlib.ExitStack] = []
 
     @property
     def calls(self) -> int:
@@ -154,16 +160,17 @@ class use(TorchFunctionMode):
         self._logged |= self.fallbacks.keys()
 
     def __enter__(self) -> Any:
-        _flex.enter()
-        try:
-            return super().__enter__()
-        except BaseException:
-            _flex.leave()
-            raise
+        with contextlib.ExitStack() as entered:
+            for rebound in _rebound():
+                rebound.enter()
+                entered.callback(rebound.leave)
+            super().__enter__()
+            self._entered.append(entered.pop_all())
+        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _flex.leave()
+        self._entered.pop().close()
         self._log()
 
     def _answer(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -185,19 +192,31 @@ class use(TorchFunctionMode):
         return out
 
 
-def _routed(theirs: Any) -> Any:
-    """PyTorch's flex_attention while a thread is inside `use`, numflash's in that thread."""
+def _routed(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's function while a thread is inside `use`, numflash's in that thread."""
 
     @torch.compiler.disable
     @functools.wraps(theirs)
     def routed(*args: Any, **kwargs: Any) -> Any:
         for mode in reversed(_get_current_function_mode_stack()):
             if isinstance(mode, use):
-                return mode.answer(flex_attention, theirs, args, kwargs)
+                return mode.answer(ours, theirs, args, kwargs)
         return theirs(*args, **kwargs)
 
     return routed
 
 
-# PyTorch calls no mode for this function
-_flex = Rebinding(torch_flex.flex_attention, _routed, torch_flex)
+# PyTorch calls no mode for these functions
+_flex = Rebinding(torch_flex.flex_attention, functools.partial(_routed, flex_attention), torch_flex)
+
+
+@functools.cache
+def _varlen(home: Any) -> Rebinding:
+    """The same for `varlen_attn`, of the module that defines it: releases before 2.10 have none."""
+    return Rebinding(home.varlen_attn, functools.partial(_routed, varlen_attn), home)
+
+
+def _rebound() -> list[Rebinding]:
+    """Of the functions that may have been imported."""
+    home = sys.modules.get("torch.nn.attention.varlen")
+    return [_flex] if home is None else [_flex, _varlen(home)]

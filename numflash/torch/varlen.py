@@ -160,3 +160,65 @@ def attention_varlen(
     call = Call(cuts, (score_mod, mask_mod, recorded), {"is_causal": is_causal, **options})
     out, lse = _Packed.apply(call, query, key, value, sinks)
     return (out, lse) if return_lse else out
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: Any = None,
+    precision: str | None = None,
+    pv: str | None = None,
+) -> Any:
+    """`torch.nn.attention.varlen.varlen_attn` by numflash's kernels, for `use`. PyTorch's own does not
+    run on a CPU.
+
+    Parameters
+    ----------
+    query : (T_q, H, D) tensor;  key : (T_k, Hkv, D);  value : (T_k, Hkv, Dv)
+    cu_seq_q, cu_seq_k : (N + 1,) cumulative lengths
+    max_q, max_k, num_splits
+        Taken and not used.
+    is_causal : of releases that have it
+    window_size : (left, right)
+        Keys on each side of the diagonal, -1 for no limit; (-1, 0) is causal. The diagonal ends in the
+        lower right corner of each sequence, as in PyTorch's.
+    seqused_k, block_table
+        None: a cache is `numflash.KVCache`.
+    return_aux, scale, enable_gqa
+        As in PyTorch's.
+    precision, pv
+        As `numflash.attention` takes them.
+    """
+    for name, x in (("seqused_k", seqused_k), ("block_table", block_table)):
+        if x is not None:
+            raise UnsupportedError(f"{name}: got one; allowed: None (a cache is numflash.KVCache)")
+    left, right = (None if side == -1 else side for side in window_size)
+    with_lse = bool(getattr(return_aux, "lse", False))
+    return attention_varlen(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        is_causal=is_causal,
+        return_lse=with_lse,
+        window=(left, right),
+        alignment="lower_right",
+        scale=scale,
+        enable_gqa=enable_gqa,
+        precision=precision,
+        pv=pv,
+    )

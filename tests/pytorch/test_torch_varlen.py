@@ -92,6 +92,40 @@ def test_functions_are_those_of_the_call():
         assert torch.equal(mine, right)
 
 
+def test_pytorchs_function_inside_use():
+    """On a CPU, where PyTorch's own does not run; the diagonal ends in the lower right corner."""
+    home = pytest.importorskip("torch.nn.attention.varlen", reason="needs PyTorch 2.10")
+    theirs = home.varlen_attn
+    keys = torch.tensor([0, 8, 8, 48, 81], dtype=torch.int32)
+    k, v = draw(81, 2, 16, seed=7), draw(81, 2, 16, seed=8)
+    q = Q.clone().requires_grad_()
+    for window, options in (
+        ((-1, -1), {}),
+        ((-1, 0), {"is_causal": True}),
+        ((6, 0), {"window": (6, 0)}),
+        ((4, 2), {"window": (4, 2)}),
+    ):
+        with nt.use() as routed:
+            out = home.varlen_attn(q, k, v, CU, keys, 33, 40, window_size=window, enable_gqa=True)
+            aux = home.AuxRequest(lse=True)
+            again, lse = home.varlen_attn(
+                q, k, v, CU, keys, 33, 40, window_size=window, enable_gqa=True, return_aux=aux
+            )
+        assert routed.calls == 2 and torch.equal(out, again) and lse.shape == (72, 4)
+        want, want_lse = nt.attention_varlen(
+            q, k, v, CU, keys, enable_gqa=True, alignment="lower_right", return_lse=True, **options
+        )
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    (found,) = torch.autograd.grad((out * out).sum(), q)
+    assert torch.isfinite(found).all() and home.varlen_attn is theirs
+    with nt.use(), pytest.raises(UnsupportedError, match="seqused_k: got one; allowed: None"):
+        home.varlen_attn(q, k, v, CU, keys, 33, 40, enable_gqa=True, seqused_k=keys[1:])
+    with nt.use(precision="int8"), torch.no_grad():
+        rough = home.varlen_attn(q, k, v, CU, keys, 33, 40, enable_gqa=True)
+    exact = nt.attention_varlen(q, k, v, CU, keys, enable_gqa=True)
+    assert 0 < (rough - exact).abs().mean() < 0.03
+
+
 def test_inference_and_what_is_refused():
     with torch.no_grad():
         out = nt.attention_varlen(Q, K, V, CU, CU, enable_gqa=True, precision="int8")
