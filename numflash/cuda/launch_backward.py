@@ -22,6 +22,7 @@ from .device.operands import (
     aligned,
     band,
     emulate_launch,
+    float_cap,
     folding,
     key_places,
     one_mask,
@@ -220,7 +221,8 @@ def float32_backward(
         (*strides_of(problem.mask, results), *strides_of(problem.bias, results)),
         (length, s, d, dv, nh, left, right),
         tuple(
-            np.float32(x) for x in (problem.scale * LOG2E, problem.scale, problem.softcap * LOG2E)
+            np.float32(x)
+            for x in (problem.scale * LOG2E, problem.scale, float_cap(problem) * LOG2E)
         ),
     )
     constants = {
@@ -270,7 +272,7 @@ def _warp_passes(
     wide, dv_wide, rows = padded(d), padded(dv), stats.shape[2] // 2
     has_band, left, right = band(problem)
     places, slopes = key_places(problem, s), slopes_of(problem)
-    cap = problem.softcap
+    cap = float_cap(problem)
     stored, kind, mask_strides = mask
     common = {
         "d": wide,

@@ -23,6 +23,7 @@ from .device.operands import (
     Results,
     aligned,
     band,
+    float_cap,
     folding,
     key_places,
     one_mask,
@@ -120,7 +121,7 @@ def _sinks(problem: Problem, results: Results) -> np.ndarray:
 
 def _factors(problem: Problem) -> tuple[np.float32, np.float32, np.float32]:
     """Of the scores, which the 16-bit kernels have in units of log2: see `scores.make_adjust`."""
-    cap = problem.softcap
+    cap = float_cap(problem)
     twice = 2 / cap if cap else 0.0
     return np.float32(problem.scale * LOG2E), np.float32(cap * LOG2E), np.float32(twice)
 
@@ -444,7 +445,7 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
         ),
         (*strides_of(problem.mask, results), *strides_of(problem.bias, results)),
         (length, s, d, dv, nh, left, right),
-        (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
+        (np.float32(problem.scale * LOG2E), np.float32(float_cap(problem) * LOG2E)),
     )
     return Launch(
         flash_float32,

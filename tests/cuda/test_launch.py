@@ -32,6 +32,22 @@ def test_int8_has_the_bits_of_the_model():
     assert np.array_equal(out, numflash.attention(q, k, v, precision="int8", impl="reference"))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_softcap_whose_tanh_would_be_wrong(dtype, arch):
+    """cap * tanh(score / cap) of float kernels is off by 1e-7 of the cap: by 0.1 for a cap of 1e6."""
+    q, k, v = oracles.qkv(b=1, h=1, l=8, s=24, d=64, dtype=dtype)
+    impl = f"cuda-emulator:{arch}"
+    out, lse = numflash.attention(q, k, v, softcap=1e4, return_lse=True, impl=impl)
+    expected, expected_lse = oracles.naive(q, k, v, softcap=1e4)
+    assert np.abs(out - expected).max() < 3e-3 and np.abs(lse - expected_lse).max() < 3e-3
+    for cap in (1.01e4, 1e6, 1e30):
+        with pytest.raises(UnsupportedError, match=r"softcap: got .* 0 to 10000"):
+            numflash.attention(q, k, v, softcap=cap, impl=impl)
+        with pytest.raises(UnsupportedError, match=r"softcap: got .* 0 to 10000"):
+            numflash.attention_backward(out, q, k, v, out, lse, softcap=cap, impl=impl)
+
+
 def test_without_a_gpu():
     try:
         current_device()

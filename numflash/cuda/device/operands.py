@@ -22,6 +22,7 @@ NO_LIMIT = 1 << 29
 MOST_BLOCKS = (1 << 31) - 1, 65535, 65535  # along the axes of a grid
 EMULATED_BLOCKS = 4  # persistent ones, as if there were so many multiprocessors
 KEPT_IN_L2 = 32 << 20  # bytes of a Hopper card's 50 MB
+LARGEST_CAP = 1e4  # of float kernels; with INT8 all devices have the same limit
 MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
 LOG2E = float(fx.LOG2E)
 
@@ -126,6 +127,19 @@ def refuse_bfloat16(problem: Problem, arch: str) -> None:
     """Raise UnsupportedError for bfloat16 where the tensor cores have float16 only."""
     if problem.precision == "bfloat16" and arch == "sm_75":
         raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
+
+
+def float_cap(problem: Problem) -> float:
+    """The softcap, which float kernels take up to LARGEST_CAP: their tanh is off by about 1e-7 of it.
+
+    Raises UnsupportedError beyond.
+    """
+    if problem.softcap > LARGEST_CAP:
+        raise UnsupportedError(
+            f"softcap: got {problem.softcap:g} on a card; allowed there: 0 to {LARGEST_CAP:g}, beyond which its tanh is "
+            "inexact; impl 'cpu' takes any"
+        )
+    return problem.softcap
 
 
 def scores_unchanged(problem: Problem) -> bool:

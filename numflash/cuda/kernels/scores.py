@@ -101,7 +101,7 @@ def join_sink(x, l, sink):
 
 @device_function
 def tanh_accurate(x):
-    """tanh to float32 rounding, where tanh.approx keeps 11 bits: 1 - 2 / (1 + e**(2 x))."""
+    """tanh to float32 rounding of 1, where tanh.approx keeps 11 bits: 1 - 2 / (1 + e**(2 x))."""
     return f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * TWO_LOG2E))
 
 
