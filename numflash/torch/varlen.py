@@ -123,8 +123,8 @@ def attention_varlen(
         Cumulative lengths: sequence n is rows cu[n] to cu[n + 1].
     sinks : (H,) tensor that may require grad, or None
     score_mod, mask_mod : functions as for `flex_attention`, or None
-        b is the number of the sequence, q_idx and kv_idx count from its first row and key. What they
-        have captured gets no gradient.
+        b is the number of the sequence, q_idx and kv_idx count from its first row and key. Captured
+        tensors that require grad are refused: they would get none.
     is_causal, return_lse, options
         As `numflash.attention_varlen` takes them. precision "int8" is for inference.
 
@@ -164,6 +164,8 @@ def attention_varlen(
         options["alibi_slopes"] = own
     plain = score_mod is mask_mod is None
     recorded = None if plain else prepare(score_mod, mask_mod)
+    if recorded is not None:
+        recorded.refuse_grad()
     call = Call(cuts, (score_mod, mask_mod, recorded), {"is_causal": is_causal, **options})
     out, lse = _Packed.apply(call, query, key, value, sinks)
     return (out, lse) if return_lse else out

@@ -102,6 +102,12 @@ def test_inference_and_what_is_refused():
     slopes = torch.ones(4, requires_grad=True)
     with pytest.raises(ArgumentError, match="alibi_slopes: got a tensor that requires grad"):
         nt.attention_varlen(q, K, V, CU, CU, enable_gqa=True, alibi_slopes=slopes)
+    table = torch.ones(40, requires_grad=True)
+    for trained in (q, Q):
+        with pytest.raises(ArgumentError, match="score_mod"):
+            nt.attention_varlen(
+                trained, K, V, CU, CU, enable_gqa=True, score_mod=lambda s, b, h, i, j: s + table[j]
+            )
     with pytest.raises(ArgumentTypeError, match="query: got ndarray; allowed: a tensor"):
         nt.attention_varlen(Q.numpy(), K, V, CU, CU, enable_gqa=True)
     with pytest.raises(ArgumentTypeError, match="attn_mask"):
