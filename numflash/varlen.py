@@ -189,11 +189,14 @@ def differentiate(
 def _of_packed(wrt: Any, asked: Options) -> None:
     """Refuse what packed sequences have no gradients of."""
     allowed = (*OPERANDS, "sinks")
-    names, others = split_wrt(wrt, asked)
-    if others or not set(names) <= {*allowed}:
-        raise ArgumentError(
-            f"wrt: got {wrt!r}; allowed of packed sequences: {', '.join(map(repr, allowed))}"
-        )
+    given = wrt if isinstance(wrt, Sequence) and not isinstance(wrt, str) else ()
+    for x in given:
+        if not (isinstance(x, str) and x in allowed):
+            got = repr(x) if isinstance(x, str) else f"an object of type {type(x).__name__}"
+            raise ArgumentError(
+                f"wrt: got {got}; allowed of packed sequences: {', '.join(map(repr, allowed))}"
+            )
+    split_wrt(wrt, asked)
 
 
 def _functions(functions: tuple[Any, ...], whole: Problem, impl: str) -> Functions | None:

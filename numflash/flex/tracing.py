@@ -132,7 +132,7 @@ class Capture:
         if isinstance(value, np.ndarray):
             return self.array(value)
         if _is_jax(value):  # it never changes, and its memory is the CPU's
-            return self.array(np.asarray(value))
+            return self.array(np.asarray(value), value)
         if isinstance(value, types.FunctionType):
             return self.function(value)
         if isinstance(value, functools.partial):
@@ -161,18 +161,20 @@ class Capture:
             return self.object(value)
         return value
 
-    def array(self, value: np.ndarray) -> Captured:
+    def array(self, value: np.ndarray, owner: Any = None) -> Captured:
+        """What the function sees of an array, which is `owner`'s memory if that is another object."""
         if isinstance(value, np.ma.MaskedArray):
             raise ArgumentTypeError(
                 f"{self.name}: a captured masked array cannot be read; allowed: plain arrays, as .filled() makes them"
             )
-        if id(value) not in self.done:
+        owner = value if owner is None else owner
+        if id(owner) not in self.done:
             view = np.asarray(value).view(Captured)
-            view.capture, view.owner = self, value
-            self.arrays.add(id(value))
+            view.capture, view.owner = self, owner
+            self.arrays.add(id(owner))
             self.shapes.append((value, value.shape, value.strides, value.dtype))
-            self.done[id(value)] = view
-        return self.done[id(value)]
+            self.done[id(owner)] = view
+        return self.done[id(owner)]
 
     def object(self, value: Any) -> Any:
         """A copy of an object that holds arrays in attributes; any other is what it was."""
@@ -370,8 +372,10 @@ def _definition(function: Callable) -> str:
 def _of_jax(error: Exception) -> str:
     """A hint where the traced function names something of JAX, which removes its own frames from errors."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        for name in frame.f_code.co_names:
-            module = getattr(frame.f_globals.get(name), "__name__", None)
+        values = [frame.f_globals.get(name) for name in frame.f_code.co_names]
+        values += [frame.f_locals.get(name) for name in frame.f_code.co_freevars]
+        for value in values:
+            module = getattr(value, "__name__", None)
             if isinstance(module, str) and module.split(".")[0] == "jax":
                 return ". Functions of JAX cannot be recorded; allowed: those of NumPy, as np.where for jnp.where"
     return ""

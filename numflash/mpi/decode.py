@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..interop.arguments import real
+from ..errors import ArgumentError, ArgumentTypeError
+from ..interop.arguments import flag, real
 from ..interop.arrays import convert, deliver, import_array
 from ..numerics.merge import join, weights
 from .agreement import agree, communicator, mpi, require_same
@@ -78,6 +78,9 @@ def split_kv_decode(
     given: dict[str, Any] = {}
     try:
         taken = import_array("query", query)
+        return_lse = flag("return_lse", return_lse)
+        if not (hasattr(cache, "value_dim") and hasattr(cache, "decode")):
+            raise ArgumentTypeError(f"cache: got {type(cache).__name__}; allowed: a KVCache")
         given = {
             "query's shape": taken.array.shape,
             "query's dtype": taken.dtype,

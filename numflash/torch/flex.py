@@ -128,7 +128,8 @@ class _Gradients(torch.autograd.Function):
     ) -> Any:
         asked = {name: x for name, x in call.options.items() if name != "pv"}  # of "int8" only
         options = Options(sinks=None if sinks is None else sinks.detach(), **asked)
-        arrays = tuple(None if x is None else x.detach() for x in tensors)
+        # a gradient may come with PyTorch's negative bit: imag of a conjugate
+        arrays = tuple(None if x is None else x.detach().resolve_neg() for x in tensors)
         refuse_changed(call.recorded)
         with pytorch_threads():
             found = differentiate(arrays, options, "auto", call.functions, wrt=wrt, tables=tables)

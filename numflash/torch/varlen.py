@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ class Call(NamedTuple):
 
     cu_seqlens : cumulative lengths of queries and of keys, copies of what was given
     functions : score_mod, mask_mod, and both as they were when the call was made, or None
-    options : of `numflash.attention_varlen`, without sinks
+    options : of `numflash.attention_varlen`, without sinks; slopes are a copy
     """
 
     cu_seqlens: tuple[np.ndarray, np.ndarray]
@@ -52,11 +53,14 @@ class _Gradients(torch.autograd.Function):
     ) -> Any:
         refuse_changed(call.functions[2])
         asked = {name: x for name, x in call.options.items() if name != "pv"}  # of "int8" only
+        impl = asked.pop("impl", "auto")
         own = None if sinks is None else sinks.detach()
         options = Options(sinks=own, layout="blhd", **asked)
-        arrays = tuple(None if x is None else x.detach() for x in tensors)
+        # a gradient may come with PyTorch's negative bit: imag of a conjugate
+        arrays = tuple(None if x is None else x.detach().resolve_neg() for x in tensors)
+        given = arrays, call.cu_seqlens, options, call.functions
         with pytorch_threads():
-            return varlen.differentiate(arrays, call.cu_seqlens, options, call.functions, wrt=wrt)
+            return varlen.differentiate(*given, impl, wrt)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -119,8 +123,8 @@ def attention_varlen(
         Cumulative lengths: sequence n is rows cu[n] to cu[n + 1].
     sinks : (H,) tensor that may require grad, or None
     score_mod, mask_mod : functions as for `flex_attention`, or None
-        b is the number of the sequence, q_idx and kv_idx count from its first row and key. What they
-        have captured gets no gradient.
+        b is the number of the sequence, q_idx and kv_idx count from its first row and key. Captured
+        tensors that require grad are refused: they would get none.
     is_causal, return_lse, options
         As `numflash.attention_varlen` takes them. precision "int8" is for inference.
 
@@ -155,8 +159,13 @@ def attention_varlen(
         import_array("cu_seqlens_q", cu_seqlens_q).array.copy(),
         import_array("cu_seqlens_k", cu_seqlens_k).array.copy(),
     )
+    if slopes is not None:  # the gradients are computed with the numbers of this call
+        own = slopes.detach().clone() if isinstance(slopes, Tensor) else copy.deepcopy(slopes)
+        options["alibi_slopes"] = own
     plain = score_mod is mask_mod is None
     recorded = None if plain else prepare(score_mod, mask_mod)
+    if recorded is not None:
+        recorded.refuse_grad()
     call = Call(cuts, (score_mod, mask_mod, recorded), {"is_causal": is_causal, **options})
     out, lse = _Packed.apply(call, query, key, value, sinks)
     return (out, lse) if return_lse else out

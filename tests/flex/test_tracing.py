@@ -409,6 +409,14 @@ def test_arrays_of_jax_are_read_and_its_functions_refused():
         for t in (given, table)
     )
     assert np.array_equal(found, wanted)
+    out, lse = numflash.attention(x, x, x, return_lse=True)
+    mine, right = (
+        numflash.attention_backward(
+            out, x, x, x, out, lse, score_mod=lambda s, b, h, i, j, t=t: s + t[h, j], wrt=(t,)
+        )[0]
+        for t in (given, table)
+    )
+    assert isinstance(mine, type(given)) and np.array_equal(mine, right)
     for wrong in (
         lambda s, b, h, i, j: jnp.where(i >= j, s, -jnp.inf),
         lambda s, b, h, i, j: jnp.tanh(s),

@@ -300,7 +300,8 @@ DECODING_MISTAKES = {
     "scale": ("ArgumentError", "rank 2: scale: got 0.5; allowed: that of rank 0, None"),
     "width": ("ArgumentError", "rank 2: cache.value_dim: got 7; allowed: that of rank 0, 8"),
     "broken": ("ValueError", "rank 2: no cache"),
-    "no cache": ("AttributeError", "rank 0: 'NoneType' object has no attribute 'value_dim'"),
+    "no cache": ("ArgumentTypeError", "rank 0: cache: got NoneType; allowed: a KVCache"),
+    "flag": ("ArgumentTypeError", "rank 0: return_lse: got 1; allowed: True or False"),
 }
 
 

@@ -329,6 +329,7 @@ def decoding(comm):
         everywhere(comm, lambda: split_kv_decode(comm, Broken(8) if last else cache, one)),
     )
     yield "no cache", everywhere(comm, lambda: split_kv_decode(comm, None, one))
+    yield "flag", everywhere(comm, lambda: split_kv_decode(comm, cache, one, return_lse=1))
     yield "after", split_kv_decode(comm, cache, one)
 
 

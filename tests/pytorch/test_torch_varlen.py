@@ -136,6 +136,12 @@ def test_inference_and_what_is_refused():
     slopes = torch.ones(4, requires_grad=True)
     with pytest.raises(ArgumentError, match="alibi_slopes: got a tensor that requires grad"):
         nt.attention_varlen(q, K, V, CU, CU, enable_gqa=True, alibi_slopes=slopes)
+    table = torch.ones(40, requires_grad=True)
+    for trained in (q, Q):
+        with pytest.raises(ArgumentError, match="score_mod"):
+            nt.attention_varlen(
+                trained, K, V, CU, CU, enable_gqa=True, score_mod=lambda s, b, h, i, j: s + table[j]
+            )
     with pytest.raises(ArgumentTypeError, match="query: got ndarray; allowed: a tensor"):
         nt.attention_varlen(Q.numpy(), K, V, CU, CU, enable_gqa=True)
     with pytest.raises(ArgumentTypeError, match="attn_mask"):
@@ -146,3 +152,44 @@ def test_inference_and_what_is_refused():
         torch.autograd.grad(first.sum(), q)
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         torch.vmap(lambda x: nt.attention_varlen(x, K, V, CU, CU, enable_gqa=True))(Q[None])
+
+
+@pytest.mark.parametrize("impl", ["cpu", "portable", "reference"])
+def test_gradients_of_each_implementation(impl):
+    arrays = Q, K, V, SINKS
+    found = derive(lambda *x: packed(*x, impl=impl), arrays)
+    for mine, right in zip(found, derive(one_by_one, arrays), strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.from_numpy, np.array])
+def test_gradients_take_the_slopes_of_the_call(kind):
+    numbers = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+    arrays = [x.clone().requires_grad_() for x in (Q, K, V)]
+    found = []
+    for factor in (1, 50):
+        slopes = kind(numbers.copy())
+        out, _ = packed(*arrays, None, alibi_slopes=slopes)
+        slopes *= factor
+        found.append(torch.autograd.grad(out.sum(), arrays))
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, atol=0, rtol=0)
+
+
+def test_gradients_with_the_negative_bit():
+    q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
+    for function in (
+        lambda: packed(q, k, v, None),
+        lambda: nt.flex_attention(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), enable_gqa=True, return_lse=True
+        ),
+    ):
+        for x in function():
+            grad = torch.view_as_complex(draw(*x.shape, 2, seed=3)).conj().imag
+            assert grad.is_neg()
+            mine, right = (
+                torch.autograd.grad(x, (q, k), g, retain_graph=True)
+                for g in (grad, grad.resolve_neg())
+            )
+            for a, b in zip(mine, right, strict=True):
+                torch.testing.assert_close(a, b, atol=0, rtol=0)
