@@ -133,7 +133,7 @@ class DecodeEngine:
 
         Returns
         -------
-        out : (B, H, n, Dv) array of the query's kind and dtype
+        out : (B, H, n, Dv) array of the query's kind and dtype (float32 for float64)
             For a float32 NumPy query the engine's own buffer, so that a step allocates nothing: the
             next `decode` writes over it.
 
@@ -184,7 +184,7 @@ class DecodeEngine:
 
         Returns
         -------
-        out : (B, H, n, Dv) array of the query's kind and dtype
+        out : (B, H, n, Dv) array of the query's kind and dtype (float32 for float64)
             As of `get_output`: for a float32 NumPy query the next step writes over it, so copy what
             you want to keep.
 

@@ -220,9 +220,9 @@ class KVCache(Appending):
 
         Returns
         -------
-        out : (B, H, L, Dv) of the query's kind and dtype, or `out` itself; with return_lse also
-            lse (B, H, L) float32, natural log. A row that attends to a token that was not finite is
-            NaN.
+        out : (B, H, L, Dv) of the query's kind and dtype (float32 for float64), or `out` itself; with
+            return_lse also lse (B, H, L) float32, natural log. A row that attends to a token that was
+            not finite is NaN.
 
         Raises
         ------
@@ -385,7 +385,7 @@ class KVCache(Appending):
 
         Returns
         -------
-        out : (B, H, n, Dv) of the query's kind and dtype, or `out` itself
+        out : (B, H, n, Dv) of the query's kind and dtype (float32 for float64), or `out` itself
 
         Raises
         ------
