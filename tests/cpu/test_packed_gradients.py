@@ -20,7 +20,7 @@ IMPLS = pytest.mark.parametrize(
         ("auto", "float32"),
         ("portable", "float32"),
         ("reference", "float32"),
-        ("cuda-emulator", "float16"),
+        pytest.param("cuda-emulator", "float16", marks=pytest.mark.slow),
     ],
 )
 
