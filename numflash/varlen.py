@@ -7,7 +7,7 @@ from typing import Any
 
 from . import validation
 from .dispatch import call_keys, plan_store
-from .dispatch.option_gradients import of_sinks, split_wrt
+from .dispatch.option_gradients import OPERANDS, of_sinks, split_wrt
 from .dispatch.packed import differentiate_packed, solve_packed
 from .errors import ArgumentError
 from .interop.arguments import choice, refuse_unknown
@@ -16,7 +16,6 @@ from .interop.eager import eager
 from .validation import Problem
 from .validation.options import IMPLS, Options
 
-OPERANDS = ("query", "key", "value")
 Functions = Callable[[Problem, list[int]], Problem]
 
 OPTIONS = (

@@ -412,9 +412,9 @@ def run(
         )
     grad, out = (convert(x, problem.precision) for x in (grad, out))
     if emulator:
-        return emulated(plan(problem, grad, out, lse, emulator, None, grad_lse))[0]
+        return emulated(plan(problem, grad, out, lse, emulator, grad_lse=grad_lse))[0]
     device = current_device()
-    work = plan(problem, grad, out, lse, device.arch, None, grad_lse)
+    work = plan(problem, grad, out, lse, device.arch, grad_lse=grad_lse)
     if work.launches:
         device.prepared(work.launches, lambda work: work())
     return work.gradients

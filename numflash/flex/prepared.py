@@ -20,8 +20,8 @@ from .program import Program, readable
 from .soft_cap import soft_cap
 from .tracing import Capture, is_tensor, record
 
-KEPT = 256  # functions, at most, and bytes of the arrays that they have captured
-KEPT_BYTES = 128 << 20
+KEPT = 256  # traced functions, at most
+KEPT_BYTES = 128 << 20  # of the arrays that these have captured, but for the newest function's
 EMPTY = 0
 PARTIAL = 1
 FULL = 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import varlen
+from ..dispatch.option_gradients import OPERANDS
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..flex.attention import prepare
 from ..interop.arguments import flag
@@ -89,10 +90,11 @@ class _Packed(torch.autograd.Function):
         if grad_out is grad_lse is None:  # nothing depends on the results
             return (None,) * 5
         no_batch_of_gradients(grad_out, grad_lse)
-        tensors, sinks = (saved := ctx.saved_tensors)[:5], saved[5]
+        saved = ctx.saved_tensors  # which may be read once: a checkpoint computes them then
+        tensors, sinks = saved[:5], saved[5]
         if grad_out is None:
             grad_out = torch.zeros_like(tensors[3])
-        wrt = (*varlen.OPERANDS, "sinks") if ctx.needs_input_grad[4] else varlen.OPERANDS
+        wrt = (*OPERANDS, "sinks") if ctx.needs_input_grad[4] else OPERANDS
         found = _Gradients.apply(ctx.call, wrt, sinks, grad_out, *tensors, grad_lse)
         return None, *found, *(None,) * (4 - len(found))
 
