@@ -185,7 +185,7 @@ def varlen_attn(
     return_aux: Any = None,
     *,
     scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     enable_gqa: bool = False,
     seqused_k: Any = None,
     block_table: Any = None,
@@ -204,8 +204,9 @@ def varlen_attn(
         Taken and not used.
     is_causal : of releases that have it
     window_size : (left, right)
-        Keys on each side of the diagonal, -1 for no limit; (-1, 0) is causal. The diagonal ends in the
-        lower right corner of each sequence, as in PyTorch's.
+        Keys on each side of the diagonal, -1 for no limit, None for none at all; (-1, 0) is causal.
+        The diagonal ends in the lower right corner of each sequence, as in FlashAttention since 2.1,
+        which PyTorch calls.
     seqused_k, block_table
         None: a cache is `numflash.KVCache`.
     return_aux, scale, enable_gqa
@@ -216,6 +217,12 @@ def varlen_attn(
     for name, x in (("seqused_k", seqused_k), ("block_table", block_table)):
         if x is not None:
             raise UnsupportedError(f"{name}: got one; allowed: None (a cache is numflash.KVCache)")
+    if window_size is None:  # which PyTorch takes, too
+        window_size = (-1, -1)
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise ArgumentTypeError(
+            f"window_size: got {window_size!r}; allowed: (left, right), -1 for no limit"
+        )
     left, right = (None if side == -1 else side for side in window_size)
     with_lse = bool(getattr(return_aux, "lse", False))
     return attention_varlen(

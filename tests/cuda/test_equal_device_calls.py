@@ -138,12 +138,11 @@ sets = [(*(T(*q, dtype=half) for _ in range(5)), T(*q[:3], dtype=single)) for _ 
 compare("gradients by tensor maps", plain_gradient, sets)
 def gradient_of_lse(x):
     return numflash.attention_backward(*x[:6], grad_lse=x[6])
-for dtype in (half, single):
-    sets = [
-        (*(T(*q, dtype=dtype) for _ in range(5)), *(T(*q[:3], dtype=single) for _ in range(2)))
-        for _ in range(2)
-    ]
-    compare("gradients of the lse " + dtype, gradient_of_lse, sets)
+sets = [
+    (*(T(*q, dtype=half) for _ in range(5)), *(T(*q[:3], dtype=single) for _ in range(2)))
+    for _ in range(2)
+]
+compare("gradients of the lse", gradient_of_lse, sets)
 """
 
 
@@ -157,10 +156,9 @@ def test_an_equal_call_launches_what_a_fresh_one_does(driver, capability):  # no
         "gradients float16": 3,
         "gradients float32": 2,
         "gradients by tensor maps": 3,
-        "gradients of the lse float16": 3,
-        "gradients of the lse float32": 2,
+        "gradients of the lse": 3,
     }
-    assert len(out) == 22 and {*steps} < {line.rsplit(" ", 4)[0] for line in out}
+    assert len(out) == 21 and {*steps} < {line.rsplit(" ", 4)[0] for line in out}
     for line in out:
         name, full, same, moved, count = line.rsplit(" ", 4)
         wanted = steps.get(name, 1)

@@ -341,7 +341,7 @@ def test_float32(options):
     ("arch", "dtype", "in_place"),
     [
         ("sm_80", "float16", False),
-        ("sm_90a", "bfloat16", True),
+        pytest.param("sm_90a", "bfloat16", True, marks=slow),
         pytest.param("sm_75", "float16", False, marks=slow),
         (None, "float32", False),
     ],

@@ -120,6 +120,12 @@ def test_pytorchs_function_inside_use():
     assert torch.isfinite(found).all() and home.varlen_attn is theirs
     with nt.use(), pytest.raises(UnsupportedError, match="seqused_k: got one; allowed: None"):
         home.varlen_attn(q, k, v, CU, keys, 33, 40, enable_gqa=True, seqused_k=keys[1:])
+    for wrong in ((1, 2, 3), 5):
+        with (
+            nt.use(),
+            pytest.raises(ArgumentTypeError, match=r"window_size: got .*; allowed: \(left"),
+        ):
+            home.varlen_attn(q, k, v, CU, keys, 33, 40, enable_gqa=True, window_size=wrong)
     with nt.use(precision="int8"), torch.no_grad():
         rough = home.varlen_attn(q, k, v, CU, keys, 33, 40, enable_gqa=True)
     exact = nt.attention_varlen(q, k, v, CU, keys, enable_gqa=True)
