@@ -7,13 +7,14 @@ from oracles import naive, qkv
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_cases import DEFAULTS
 
 import numflash
 import numflash.torch as nt
 from numflash.dispatch import plan_store
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
 from numflash.jit import target
-from numflash.torch import operator, sdpa
+from numflash.torch import gradients, operator, sdpa
 
 ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
 Q, K, V = (torch.from_numpy(x) for x in ARRAYS)
@@ -227,3 +228,34 @@ def test_the_function_for_arrays_keeps_plans_for_tensors(dtype, monkeypatch):
     with pytest.raises(NumflashError, match="meta"):
         numflash.attention(tensors[0], tensors[1].to("meta"), tensors[2])
     assert len(kept) == 1
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("equal", [False, True])
+def test_what_the_gradients_of_a_card_are_given(monkeypatch, with_lse, equal):
+    """In a first call and in one that is equal to it; the operands' order is that of
+    `cuda.arrays.calls.BACKWARD`.
+    """
+    grad_out, q, k, v, out, lse = (torch.full((1, 1, 2, 4), float(n)) for n in range(6))
+    grad_lse = torch.full((1, 1, 2), 6.0) if with_lse else None
+    asked, got = [], []
+
+    def on_card(name, tensors, options):
+        asked.extend(tensors)
+        again = (lambda *x: got.extend(x) or x[:3]) if equal else None
+        return "call", again
+
+    def differentiate(arrays, *rest, call):
+        got.extend(arrays)
+        return arrays[1:4]
+
+    monkeypatch.setattr(gradients, "on_card", on_card)
+    monkeypatch.setattr(gradients.api, "differentiate", differentiate)
+    found = gradients._on_card(
+        (grad_out, q, k, v, out, lse), grad_lse, tuple(DEFAULTS.values()), False
+    )
+    assert [x.mean().item() for x in found[:3]] == [1, 2, 3] and found[3].numel() == 0
+    assert [x.mean().item() for x in asked] == [1, 2, 3, 0, 4, 5, 6][: 6 + with_lse]
+    given = [None if x is None else x.mean().item() for x in got]
+    last = 6 if with_lse else None
+    assert given == ([1, 2, 3, None, 0, 4, 5, last] if equal else [0, 1, 2, 3, 4, 5, last])
