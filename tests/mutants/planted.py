@@ -303,6 +303,18 @@ MUTANTS = [
         "return problem, (",
         PACKED_GRADIENTS,
     ),
+    Mutant(
+        "cuda/arrays/calls.py",
+        "(*results, stats), *others)",
+        "(*results, stats))",
+        "tests/cuda/test_equal_device_calls.py -k launches_what",
+    ),
+    Mutant(
+        "torch/gradients.py",
+        "again(query, key, value, None, grad_out, out, lse, grad_lse)",
+        "again(query, key, value, None, grad_out, out, lse, lse)",
+        "tests/pytorch/test_equal_calls.py -k of_a_card",
+    ),
     Mutant("cpu/backward/held.py", "abs(lse) < LARGEST_LSE", "abs(lse) <= np.inf", BACKWARD),
     Mutant("cpu/backward/tiled.py", "return max(1.0, abs(problem.scale))", "return 0.0", BACKWARD),
     Mutant(
