@@ -363,7 +363,7 @@ def test_the_log_names_a_kernel_and_not_its_digest():
     from numflash.cpu.floats.float_packing import make_pack_keys
     from numflash.jit.closures import shown_name
 
-    function = make_pack_keys(8, 32, 1).py_func
+    function = make_pack_keys(8, 32, 8, 1).py_func
     assert not function.__qualname__.endswith("pack_keys"), "a factory's kernel has a digest"
     assert shown_name(function) == "cpu.floats.float_packing.pack_keys"
 

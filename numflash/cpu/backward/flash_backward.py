@@ -96,10 +96,25 @@ def keys_of_block(name: str) -> int:
 
 
 @functools.cache
+def scaled_scores(name: str, nv: int):
+    """`score_tile` of `nv` vectors with a factor, which matrix tiles leave out: they store plain sums."""
+    if not name.startswith("amx"):
+        return score_tile(name, nv, scaled=True)
+    sums = score_tile(name, nv)
+
+    @inline
+    def plain(x, row, stride, packed, source, steps, factor, out, to, out_stride):
+        sums(x, row, stride, packed, source, steps, out, to, out_stride)
+
+    return plain
+
+
+@functools.cache
 def make_backward(name: str):
     """The kernel of one instruction set."""
     isa = FLOAT_ISAS[name]
     lanes, panel, nv, mr, group = isa.lanes, isa.panel, isa.nv, isa.rows, isa.group
+    unit = isa.unit
     half = max(1, nv // 2) * lanes
     block_keys = keys_of_block(name)
     operand = F if group == 1 else np.uint16
@@ -112,14 +127,13 @@ def make_backward(name: str):
     visible, keys_seen, call_functions, change = make_edge_rows(name)
     prepare, prepare_all, take, pair = make_head_rows(name)
     matrix = name.startswith("amx")
-    score = score_tile(name, nv, scaled=not matrix)
+    score1, score2, score4 = (scaled_scores(name, n) for n in (1, max(1, nv // 2), nv))
     scale = row_scale(name)
-    if matrix:
-        sums = score
 
-        @inline
-        def score(x, row, width, packed, source, steps, factor, out, to, stride):
-            sums(x, row, width, packed, source, steps, out, to, stride)
+    @inline
+    def widest(columns):
+        """Columns of the widest register tile that so many fill."""
+        return panel if columns >= panel else half if columns >= half else lanes
 
     @inline
     def add_product(left, b, at, steps, out, to):
@@ -128,7 +142,7 @@ def make_backward(name: str):
         stride = left.stride
         t = 0
         while t < width:  # a chunk of b's columns stays in L1 for all rows
-            n = panel if t + panel <= width else half if nv > 1 and t + half <= width else lanes
+            n = widest(width - t)
             source, step = at * width + t * group, width * group
             for i in range(0, left.rows, mr):
                 where, target, count = left.first + i * stride, (to + i) * width + t, steps // group
@@ -144,12 +158,20 @@ def make_backward(name: str):
     def products(x, packed, factor, tile, out):
         """out = x.packed^T * factor: rows of a block of keys against the tile's queries."""
         width = x.shape[1]
-        for at in range(0, tile.columns, panel):
-            source = (tile.query + at) * width
+        at = 0
+        while at < tile.columns:
+            n = widest(tile.columns - at)
+            source = (tile.query + at) // panel * panel * width + at % panel * group
             for r in range(tile.first, tile.stop, mr):
                 row, to, steps = r * width, r * QUERIES + at, width // group
-                score(x, row, width, packed, source, steps, factor, out, to, QUERIES)
-        if matrix and factor != F(1):  # matrix tiles store plain sums
+                if n == panel:
+                    score4(x, row, width, packed, source, steps, factor, out, to, QUERIES)
+                elif n == half:
+                    score2(x, row, width, packed, source, steps, factor, out, to, QUERIES)
+                else:
+                    score1(x, row, width, packed, source, steps, factor, out, to, QUERIES)
+            at += n
+        if matrix and factor != F(1):
             for r in range(tile.first, tile.stop):
                 scale(out, r * QUERIES, tile.columns // lanes, factor)
 
@@ -286,7 +308,7 @@ def make_backward(name: str):
     @inlined
     def prepare_head(x, n, slot, room):
         """Q and dO of head n, by the worker that `slot` belongs to."""
-        for chunk in range((room.q.shape[1] + QUERIES - 1) // QUERIES):
+        for chunk in range((x.q.shape[1] + QUERIES - 1) // QUERIES):
             prepare(x.q, x.skip, n, chunk, room.q[slot], room.q_packed[slot])
             prepare(x.do, x.skip, n, chunk, room.do[slot], room.do_packed[slot])
 
@@ -332,7 +354,7 @@ def make_backward(name: str):
     def work_of(worker, x, factors, options, sizes, counter, scratch, room, out):
         """One worker: shares, as long as there are any."""
         s, splits = sizes.keys, sizes.splits
-        n_heads, length = x.q.shape[0], room.q.shape[1]  # whole panels
+        n_heads, length = x.q.shape[0], (x.q.shape[1] + unit - 1) // unit * unit
         work = part_of(scratch, worker)
         begin_tiles()
         dense = Dense(
@@ -355,7 +377,7 @@ def make_backward(name: str):
             if splits == 1:
                 prepare_head(x, n, slot, room)
             head = head_of(x, sizes, room, n, slot, split)
-            head.dq[:] = F(0)
+            head.dq[: length + mr] = F(0)
             # interleaved: causal shares are equal
             for key in range(split * block_keys, s, splits * block_keys):
                 keys = min(block_keys, (s - key + mr - 1) // mr * mr)

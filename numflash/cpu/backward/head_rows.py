@@ -30,7 +30,7 @@ class HeadRows(NamedTuple):
 
     prepare(x, skip, n, chunk, right, packed) : rows chunk * QUERIES and on of head n of x (N, L, D)
         float32, as a right operand to `right` (padded L, columns) and in panels to `packed`, flat;
-        zeros beyond x and where `skip` (N, L) is true
+        zeros where `skip` (N, L) is true and beyond x, to the end of a tile of scores
     prepare_all(x, skip, right, packed) : all rows of all heads, right (N, ...), packed (N, ...)
     take(x, skip, n, first, count, room, left) : `count` rows of head n from `first` on as a left
         operand; room, flat float32, is overwritten
@@ -101,7 +101,7 @@ def _interleave(left, count, right):
 def make_head_rows(name: str) -> HeadRows:
     """The functions of one instruction set."""
     isa = FLOAT_ISAS[name]
-    panel, side, group, lanes = isa.panel, isa.square, isa.group, isa.lanes
+    panel, side, group, lanes, unit = isa.panel, isa.square, isa.group, isa.lanes, isa.unit
     square = transpose(side)
     take, pair = _take_floats, _keep
     if group == 2:
@@ -116,9 +116,8 @@ def make_head_rows(name: str) -> HeadRows:
 
     @inline
     def prepare(x, skip, n, chunk, right, packed):
-        high, columns = right.shape
-        first = chunk * QUERIES
-        count = min(QUERIES, high - first)
+        columns, first = right.shape[1], chunk * QUERIES
+        count = min(QUERIES, (x.shape[1] + unit - 1) // unit * unit - first)
         right = right[first : first + count]
         left = right
         if group == 2:
@@ -130,11 +129,12 @@ def make_head_rows(name: str) -> HeadRows:
         whole = words // side * side
         for p in range(0, count, panel):
             to = (first + p) * words
-            for c in range(0, panel, side):
+            rows = min(panel, count - p)
+            for c in range(0, rows, side):
                 for e in range(0, whole, side):
                     source = (p + c) * words + e
                     square(left, source, words, packed, to + e * panel + c, panel)
-            for c in range(panel):
+            for c in range(rows):
                 row = left[p + c]
                 for e in range(whole * group, columns):
                     place = (to + e // group * panel + c) * group + e % group

@@ -109,7 +109,7 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
     rows_of_tile = tiles.rows
     operand: type[np.generic] = np.float32 if group == 1 else np.uint16
     element: type[np.generic] = np.uint32 if group == 1 else np.uint16
-    pack_keys = make_pack_keys(tiles.square, panel, group)
+    pack_keys = make_pack_keys(tiles.square, panel, tiles.unit, group)
     attend = make_attend(isa, kind, key_block) if key_block else make_attend(isa, kind)
     pack_values = pack_columns if group == 1 else pack_pairs
 

@@ -2,8 +2,8 @@
 
 K, per head: [panel][word][key in panel], words of 32 bits: one float32, or two bfloat16 channels
 (the pair of one dot product). V, per head: [key][column] float32, in place where its rows are whole
-vectors; bfloat16 as [key pair][column][2 keys]. Keys that no row can see are not packed, and
-columns are padded to whole vectors, both with zeros.
+vectors; bfloat16 as [key pair][column][2 keys]. Keys that no row can see are not packed. Zeros pad
+the columns to whole vectors, and the keys of the last panel as far as a tile of scores reads them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def largest(words, group):
 
 
 @functools.cache
-def make_pack_keys(side: int, panel: int, group: int):
+def make_pack_keys(side: int, panel: int, unit: int, group: int):
     """pack_keys(k, stops, sizes, out, most): panels of `panel` keys, transposed by squares of `side`
-    words, which hold `group` numbers each.
+    words, which hold `group` numbers each; what follows the last key's `unit` is not written.
     """
     square = transpose(side)
 
@@ -68,9 +68,13 @@ def make_pack_keys(side: int, panel: int, group: int):
             for e in range(columns, words):
                 for r in range(c, c + side):
                     out[target + e * panel + r] = k[source + r * words + e]
+        end = (count + unit - 1) // unit * unit
         for e in range(words):
-            for r in range(whole, panel):
-                out[target + e * panel + r] = k[source + r * words + e] if r < count else U(0)
+            to = target + e * panel
+            for r in range(whole, count):
+                out[to + r] = k[source + r * words + e]
+            for r in range(count, end):
+                out[to + r] = U(0)
 
     @separate(no_cpython_wrapper=False)
     def pack_keys(k, stops, sizes, out, most):
