@@ -58,8 +58,7 @@ def run(
         operands = problem.query, problem.key, problem.value, grad_out, out, lse
         q, k, v, do, out, lse = map(to_float32, operands)
         rows = lse, None if grad_lse is None else to_float32(grad_lse)
-        products = nb * nh * length * s * (3 * d + 2 * dv)
-        threads = min(count(), workers("float32", products))
+        threads = min(count(), _most_threads(problem))
         with one_at_a_time():
             if isa == "portable":
                 with limit(threads):
@@ -68,6 +67,49 @@ def run(
                 plan = tiled.plan_of(problem, isa, threads)  # sets the number of threads itself
                 _tiled(problem, plan, (q, k, v, do), out, rows, (dq, dk, dv_), scores)
     return dq, dk, dv_
+
+
+def _most_threads(problem: Problem) -> int:
+    """Threads that pay, at most."""
+    nb, nh, _, length, s, d, dv = problem.shape
+    return workers("float32", nb * nh * length * s * (3 * d + 2 * dv))
+
+
+class GradientRunner:
+    """What computes the gradients of equal float32 problems without masks, slopes and functions.
+
+    problem : the first of them
+    isa : an instruction set with register tiles
+    """
+
+    def __init__(self, problem: Problem, isa: str) -> None:
+        self.problem, self.isa = problem.without_memory(), isa
+        self.most = _most_threads(problem)
+        self.plans: dict[int, tiled.GradientPlan] = {}
+
+    def run_at(self, operands: tuple[int, ...], results: tuple[int, ...]) -> bool:
+        """Write the gradients of query, key and value; False where some rows have to be computed again
+        in float64, by `run`.
+
+        operands : addresses of query, key, value, grad_out, out, lse and its gradient or 0, contiguous
+            float32
+        results : of theirs
+        """
+        threads = min(count(), self.most)
+        plan = self.plans.get(threads)
+        if plan is None:
+            plan = self.plans[threads] = tiled.plan_of(self.problem, self.isa, threads)
+        return plan.run((*operands, *results, 0)) is None
+
+
+def gradient_runner(problem: Problem) -> GradientRunner | None:
+    """The runner of a problem and of all that are equal but for their operands; None where there is
+    no such thing.
+    """
+    isa = target.require(None, target.FLOAT_ISAS)
+    arrays = problem.mask, problem.bias, problem.alibi_slopes, problem.functions
+    other = problem.precision != "float32" or any(x is not None for x in arrays)
+    return None if other or isa == "portable" else GradientRunner(problem, isa)
 
 
 def _portable(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,12 +30,17 @@ def find(key: Key) -> Any:
         return None
 
 
+def _runs_on_cpu(problem: Problem, impl: str) -> bool:
+    """Whether a problem, of any size, goes to the kernels of the CPU; not for `guard`, as in `find`."""
+    return impl in ("auto", "cpu") and 0 not in problem.shape and not guard.ON
+
+
 def runner_of(problem: Problem, impl: str) -> Any:
     """What computes a problem and all that are equal but for the numbers in their arrays.
 
     None where there is no such thing. It keeps no mask.
     """
-    if impl not in ("auto", "cpu") or 0 in problem.shape or guard.ON:
+    if not _runs_on_cpu(problem, impl):
         return None
     from ..cpu import launch
 
@@ -86,15 +91,29 @@ def keep_quantized(
         _plans.keep(key, QuantizedPlan(problem, ndim, options, runner))
 
 
-# of calls on tensors, by a key of their own: what computes them; of gradients the problem, without its
-# operands
+class KnownGradients(NamedTuple):
+    """What equal calls of a gradient on tensors have in common: the problem, without its operands, and
+    what computes them if float32 holds all rows, or None.
+    """
+
+    problem: Problem
+    runner: Any
+
+
+# of calls on tensors, by a key of their own: what computes them, and their gradients
 runners: PlanCache[Any] = PlanCache()
-problems: PlanCache[Problem] = PlanCache()
+gradients: PlanCache[KnownGradients] = PlanCache()
 
 
-def keep_problem(key: Any, problem: Problem) -> None:
-    """Keep the problem of gradients that have been computed, without its arrays."""
-    problems.keep(key, problem.with_operands(None, None, None).changed(**NO_ARRAYS))
+def keep_gradients(key: Any, problem: Problem, impl: str) -> None:
+    """Keep what a call of a gradient that has succeeded leaves for the next ones, without its arrays."""
+    runner = None
+    if _runs_on_cpu(problem, impl):
+        from ..cpu import launch_backward
+
+        runner = launch_backward.gradient_runner(problem)
+    bare = problem.with_operands(None, None, None).changed(**NO_ARRAYS)
+    gradients.keep(key, KnownGradients(bare, runner))
 
 
 def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:

@@ -13,6 +13,7 @@ from .. import api, validation
 from ..dispatch import backends, plan_store, plans
 from ..dispatch.option_gradients import of_mask as of_mask_gradient
 from ..errors import UnsupportedError
+from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..validation import Problem
 from ..validation.options import Options
 from .batching import one_call
@@ -92,14 +93,21 @@ def _on_cpu(
     tensors: tuple[Tensor, ...], grad_lse: Tensor | None, options: tuple[Any, ...], of_mask: bool
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and mask, the last of size 0 where it is not wanted."""
+    _, query, key, value, _, _ = tensors
+    call, known = known_call(plan_store.gradients, query, key, value, options)
+    taken = known is not None and _are_results(tensors, grad_lse)
+    runner = known.runner if known is not None and taken and not of_mask else None
+    if runner is not None:
+        held = _by_runner(runner, tensors, grad_lse)
+        if held is not None:
+            return *held, query.new_empty(0)
     grad_out, query, key, value, out, lse = (x.detach() for x in tensors)
-    call, known = known_call(plan_store.problems, query, key, value, options)
     if known is None:
         asked, impl = _asked_for(options, key)
         problem = validation.problem(query, key, value, asked)
     else:
-        problem, impl = _again(known, query, key, value, options), options[-1]
-    if known is not None and _are_results(grad_out, out, lse, grad_lse, query, value):
+        problem, impl = _again(known.problem, query, key, value, options), options[-1]
+    if taken:
         of_lse = None if grad_lse is None else grad_lse.numpy()
         operands = grad_out.numpy(), out.numpy(), lse.numpy(), of_lse
     else:
@@ -111,8 +119,24 @@ def _on_cpu(
     with pytorch_threads():
         backends.solve_backward(problem, operands, impl, [array(x) for x in found], scores)
     if call is not None and known is None:
-        plan_store.keep_problem(call, problem)
+        plan_store.keep_gradients(call, problem, impl)
     return *(x.to(query.dtype) for x in found), _of_mask(scores, options[MASK], query)
+
+
+def _by_runner(
+    runner: Any, tensors: tuple[Tensor, ...], grad_lse: Tensor | None
+) -> list[Tensor] | None:
+    """The gradients of query, key and value by a `GradientRunner`; None where it does not hold all
+    rows.
+    """
+    refuse_after_fork()
+    grad_out, query, key, value, out, lse = tensors
+    found = [x.new_empty(x.shape) for x in (query, key, value)]
+    places = [x.data_ptr() for x in (query, key, value, grad_out, out, lse)]
+    of_lse = 0 if grad_lse is None else grad_lse.data_ptr()
+    with pytorch_threads(), one_at_a_time():
+        held = runner.run_at((*places, of_lse), tuple(x.data_ptr() for x in found))
+    return found if held else None
 
 
 def _again(
@@ -135,15 +159,11 @@ def _of_mask(scores: np.ndarray | None, mask: Tensor, query: Tensor) -> Tensor:
     return torch.from_numpy(of_mask_gradient(scores, tuple(mask.shape))).to(mask.dtype)
 
 
-def _are_results(
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    value: Tensor,
-) -> bool:
-    """Whether these are contiguous float32 tensors of the shapes that belong to query and value."""
+def _are_results(tensors: tuple[Tensor, ...], grad_lse: Tensor | None) -> bool:
+    """Whether those that are not operands are contiguous float32 tensors of the shapes that belong to
+    query and value.
+    """
+    grad_out, query, _, value, out, lse = tensors
     rows, kind = query.shape[:3], torch.float32
     shape = (*rows, value.shape[3])
     return (

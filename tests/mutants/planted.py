@@ -343,9 +343,33 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/backward/flash_backward.py",
-        "            head.dq[:] = F(0)\n",
+        "            head.dq[: length + mr] = F(0)\n",
         "",
         BACKWARD,
+    ),
+    Mutant(
+        "cpu/backward/flash_backward.py",
+        "at % panel * group",
+        "at % half * group",
+        BACKWARD,
+    ),
+    Mutant(
+        "cpu/floats/float_packing.py",
+        "for r in range(count, end):",
+        "for r in range(count, end - 1):",
+        "tests/test_plans.py -k what_scratch",
+    ),
+    Mutant(
+        "torch/gradients.py",
+        "return found if held else None",
+        "return found",
+        "tests/pytorch/test_equal_calls.py -k gradients_of_equal",
+    ),
+    Mutant(
+        "cpu/launch_backward.py",
+        "self.plans.get(threads)",
+        "next(iter(self.plans.values()), None)",
+        "tests/pytorch/test_equal_calls.py -k gradients_of_equal",
     ),
     # ---- quantisation and scales
     Mutant(

@@ -259,3 +259,42 @@ def test_what_the_gradients_of_a_card_are_given(monkeypatch, with_lse, equal):
     given = [None if x is None else x.mean().item() for x in got]
     last = 6 if with_lse else None
     assert given == ([1, 2, 3, None, 0, 4, 5, last] if equal else [0, 1, 2, 3, 4, 5, last])
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradients_of_equal_calls(with_lse, monkeypatch):
+    """They follow the tensors and the number of threads; rows that float32 cannot hold are computed
+    again, and whoever asks for a gradient of the gradient is refused.
+    """
+    from numflash.cpu import launch_backward
+
+    used = []
+    run = launch_backward.tiled.GradientPlan.run
+
+    def counted(plan, operands):
+        used.append(int(plan.numbers[launch_backward.tiled.Numbers._fields.index("workers")]))
+        return run(plan, operands)
+
+    monkeypatch.setattr(launch_backward.tiled.GradientPlan, "run", counted)
+    shape = 2, 4, 200, 64
+    before = torch.get_num_threads()
+    try:
+        for threads, scale in ((1, 1), (1, 2), (2, 3), (1, 1e19), (1, 1)):
+            torch.set_num_threads(threads)
+            given = [scale * torch.randn(shape) for _ in range(3)]
+            q, k, v = (x.requires_grad_() for x in given)
+            out, lse = nt.attention(q, k, v, return_lse=True)
+            grads = torch.randn(shape), torch.randn(lse.shape)
+            results = (out, lse) if with_lse else (out,)
+            found = torch.autograd.grad(results, (q, k, v), grads[: len(results)])
+            arrays = [x.detach().numpy() for x in (grads[0], q, k, v, out, lse, grads[1])]
+            *arrays, of_lse = arrays
+            want = numflash.attention_backward(*arrays, grad_lse=of_lse if with_lse else None)
+            for x, y in zip(found, want, strict=True):
+                np.testing.assert_array_equal(x, y)
+    finally:
+        torch.set_num_threads(before)
+    assert 2 in used or launch_backward.count() == 1
+    out = nt.attention(q, k, v)
+    with pytest.raises(NumflashError, match="derivatives"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum().backward()
