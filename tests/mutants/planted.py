@@ -354,12 +354,6 @@ MUTANTS = [
         BACKWARD,
     ),
     Mutant(
-        "cpu/floats/float_packing.py",
-        "for r in range(count, end):",
-        "for r in range(count, end - 1):",
-        "tests/test_plans.py -k what_scratch",
-    ),
-    Mutant(
         "torch/gradients.py",
         "return found if held else None",
         "return found",
