@@ -376,3 +376,11 @@ def test_an_illegal_tiling_is_refused_with_its_rule(isa, changes, rule):
     ):
         pass
     assert not tiling.CHOSEN.get()
+
+
+def test_few_rows_of_queries_read_keys_in_place():
+    """From so many keys on, in parts that do not depend on the threads."""
+    assert [tiling.few_parts(1, 8, keys) for keys in (1, 31, 32, 2048)] == [0, 0, 1, 1]
+    assert [tiling.few_parts(2, 8, keys) for keys in (255, 256)] == [0, 1]
+    assert [tiling.few_parts(1, heads, 4096) for heads in (1, 2, 3, 100)] == [8, 4, 3, 1]
+    assert [tiling.few_parts(rows, 8, 4096) for rows in (0, 3)] == [0, 0]

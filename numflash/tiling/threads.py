@@ -17,19 +17,21 @@ def workers(kind: str, multiplications: int) -> int:
     return max(1, multiplications // THREAD_WORK[kind])
 
 
-# Rows of a query head up to which float attention reads keys and values where they are; parts of at least so
-# many keys, up to so many tasks. A register tile has six rows of one head: with one row of each of 1 to 16
-# heads of a group the other way takes 0.3 to 0.7 of the time, with two 0.7 to 1, with four as long (Zen 4).
-FEW_LENGTH, FEW_KEYS, FEW_TASKS = 2, 256, 8
+# Float attention with so many rows of a query head, and at least so many keys, reads keys and values where
+# they are. A register tile has six rows of one head: with one row of each of 1 to 16 heads of a group the
+# other way takes 0.3 to 0.7 of the time, with two 0.7 to 1, with four as long (Zen 4). Fewer keys are packed
+# sooner than the parts of their heads are put together.
+FEW_ROWS = {1: 32, 2: 256}
+FEW_KEYS, FEW_TASKS = 256, 8  # parts of at least so many keys, up to so many tasks
 
 
 def few_parts(length: int, heads: int, keys: int) -> int:
     """How many parts of the keys the kernel of few rows takes, of `length` rows and so many KV heads; 0 for
-    more rows, which register tiles compute.
+    more rows or few keys, which register tiles compute.
 
     As many for every number of threads: the parts are put together in order.
     """
-    if length > FEW_LENGTH:
+    if length not in FEW_ROWS or keys < FEW_ROWS[length]:
         return 0
     return max(1, min(keys // FEW_KEYS, -(-FEW_TASKS // heads)))
 

@@ -13,6 +13,7 @@ from numflash.cpu import launch_float
 from numflash.cpu.launch_float import FEW_ROWS_BY, FloatPlan
 from numflash.interop.arrays import convert, widen
 from numflash.jit import target
+from numflash.tiling import threads as tiling_threads
 from numflash.validation import problem
 from numflash.validation.options import Options
 
@@ -26,6 +27,12 @@ SHAPES = (  # one row, tails of vectors and blocks, an uneven number of rows, V 
     {"b": 1, "h": 9, "hkv": 3, "l": 1, "s": 700, "d": 64, "dv": 64},
     {"b": 1, "h": 7, "hkv": 1, "l": 1, "s": 130, "d": 128, "dv": 80},
 )
+
+
+@pytest.fixture(autouse=True)
+def rows_and_keys(monkeypatch):
+    """However few keys there are."""
+    monkeypatch.setattr(tiling_threads, "FEW_ROWS", dict.fromkeys(tiling_threads.FEW_ROWS, 1))
 
 
 def options(b, h, l, s):

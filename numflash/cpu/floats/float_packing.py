@@ -2,8 +2,9 @@
 
 K, per head: [panel][word][key in panel], words of 32 bits: one float32, or two bfloat16 channels
 (the pair of one dot product). V, per head: [key][column] float32, in place where its rows are whole
-vectors; bfloat16 as [key pair][column][2 keys]. Keys that no row can see are not packed. Zeros pad
-the columns to whole vectors, and the keys of the last panel as far as a tile of scores reads them.
+vectors; bfloat16 as [key pair][column][2 keys]. Columns are padded to whole vectors with zeros. Keys
+that no row can see are not packed: as far as a tile of scores reads beyond the last key, it gets that
+key again.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
     """pack_keys(k, stops, sizes, out, most): panels of `panel` keys, transposed by squares of `side`
     words, which hold `group` numbers each; what follows the last key's `unit` is not written.
     """
-    square = transpose(side)
+    square, last_square = transpose(side), transpose(side, partial=True)
 
     @bare
     def pack_panel(task, k, stops, sizes, out, most):
@@ -62,19 +63,17 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
         source, target = (n * length + first) * words, task * panel * words
         most[n, p] = largest(k[source : source + count * words], group)
         whole, columns = count // side * side, words // side * side
+        end = (count + unit - 1) // unit * unit
         for c in range(0, whole, side):
             for e in range(0, columns, side):
                 square(k, source + c * words + e, words, out, target + e * panel + c, panel)
-            for e in range(columns, words):
-                for r in range(c, c + side):
-                    out[target + e * panel + r] = k[source + r * words + e]
-        end = (count + unit - 1) // unit * unit
-        for e in range(words):
-            to = target + e * panel
-            for r in range(whole, count):
-                out[to + r] = k[source + r * words + e]
-            for r in range(count, end):
-                out[to + r] = U(0)
+        for c in range(whole, end, side):
+            for e in range(0, columns, side):
+                at, to = source + c * words + e, target + e * panel + c
+                last_square(k, at, words, out, to, panel, count - 1 - c)
+        for e in range(columns, words):
+            for r in range(end):
+                out[target + e * panel + r] = k[source + min(r, count - 1) * words + e]
 
     @separate(no_cpython_wrapper=False)
     def pack_keys(k, stops, sizes, out, most):
