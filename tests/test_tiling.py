@@ -259,9 +259,16 @@ def test_the_cuda_tilings_are_looked_up():
     ]
 
 
-@pytest.mark.slow  # two kernels
-def test_using_changes_the_kernel_and_no_bit():
-    """Another register tile, and another block_q alone: the bits of the integer model."""
+@pytest.mark.slow  # a kernel each
+@pytest.mark.parametrize("pv", ["int8", "int16", "fp32"])
+@pytest.mark.parametrize(
+    "sizes", [{"mr": 4, "nv": 2, "block_q": 12}, {"block_q": 36}, {"mr": 2, "nv": 2, "block_q": 2}]
+)
+def test_using_changes_the_kernel_and_no_bit(sizes, pv):
+    """Another register tile, and another block_q alone: the bits of the integer model, whatever
+    changes the scores, over three blocks of keys; also where the rows are no whole eights, which the
+    softmax takes at a time.
+    """
     from oracles import qkv
 
     from numflash import reference, validation
@@ -271,15 +278,24 @@ def test_using_changes_the_kernel_and_no_bit():
     from numflash.validation.options import Options
 
     isa = next(x for x in target.available() if x not in ("amx_int8", "portable"))
-    options = Options(precision="int8", is_causal=True, return_lse=True)
-    problem = quantize_problem(validation.problem(*qkv(l=70, s=140, d=40), options))
-    expected = reference.integer_model(problem)
-    for sizes in ({"mr": 4, "nv": 2, "block_q": 12}, {"block_q": 36}):
-        named = tiling.tiling(isa).accumulators
-        with tiling.using(isa, **sizes) as t:
-            assert tiling.in_use(isa) is t and t.accumulators == (8 if "mr" in sizes else named)
+    named = tiling.tiling(isa).accumulators
+    with tiling.using(isa, **sizes) as t:
+        assert tiling.in_use(isa) is t
+        assert t.accumulators == (t.mr * t.nv if "mr" in sizes else named)
+        for changes in (
+            {"is_causal": True},
+            {"softcap": 3.0},
+            {"alibi_slopes": np.array([0.5, 0.01])},
+        ):
+            options = Options(precision="int8", pv=pv, return_lse=True, **changes)
+            found = validation.problem(*qkv(l=70, s=340, d=40), options)
+            problem = quantize_problem(found)
+            expected = reference.integer_model(problem)
             for got, exact in zip(launch.run(problem, isa), expected, strict=True):
-                np.testing.assert_array_equal(got, exact)
+                if pv == "fp32":
+                    np.testing.assert_allclose(got, exact, atol=1e-5)
+                else:
+                    np.testing.assert_array_equal(got, exact)
 
 
 @pytest.mark.slow  # four kernels

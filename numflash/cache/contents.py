@@ -107,6 +107,8 @@ def state(memory: Memory) -> dict[str, np.ndarray]:
         "rotate": np.array(memory.settings.rotate),
         "window": np.array(memory.settings.window or 0),
         "sinks": np.array(memory.settings.sinks),
+        "value_dim": np.array(memory.settings.value_dim),
+        "value_in_key": np.array(memory.settings.value_in_key),
     }
     for b in range(memory.batch):
         for name, x in zip(("key", "value", "scale"), stored(memory, b), strict=True):

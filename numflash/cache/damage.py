@@ -40,6 +40,7 @@ def checked_lengths(settings: Settings, batch: int, given: Any) -> np.ndarray:
         raise ArgumentError(f"state: got version {version}; allowed: {STATE_VERSION}")
     _check_rotation(settings, given)
     _check_ring(settings, given)
+    _check_values(settings, given)
     lengths, oldest, offset = (np.asarray(given[x]) for x in ("lengths", "oldest", "offset"))
     _check_lengths(batch, lengths)
     if oldest.shape != (batch,) or oldest.dtype != np.int64:
@@ -108,6 +109,24 @@ def _check_ring(settings: Settings, given: Any) -> None:
         if found.shape != () or found.dtype.kind not in "iu" or found != own:
             raise ArgumentError(
                 f"state: got {name}={found}; allowed: {name}={own}, as this cache has it (0: none)"
+            )
+
+
+def _check_values(settings: Settings, given: Any) -> None:
+    """Raise unless a state's values are where those of the cache are: beside the keys, or in them.
+
+    Earlier states do not say it: those with values of their own are of no cache that has them in keys.
+    """
+    beside = any(str(name).startswith("value") and str(name)[5:].isdecimal() for name in given)
+    shared = np.asarray(given.get("value_in_key", settings.value_in_key and not beside))
+    width = np.asarray(given.get("value_dim", settings.value_dim))
+    for name, found, own in (
+        ("value_in_key", shared, settings.value_in_key),
+        ("value_dim", width, settings.value_dim),
+    ):
+        if found.shape != () or found.dtype.kind not in "biu" or found != own:
+            raise ArgumentError(
+                f"state: got {name}={found}; allowed: {name}={own}, as this cache has it"
             )
 
 

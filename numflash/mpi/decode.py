@@ -108,7 +108,7 @@ def split_kv_decode(
     if rows[0, -1] != -np.inf:
         settle(comm, error, given)
     lead = taken.array.shape[:3]
-    out, lse = rows[1:, :-1].reshape(*lead, -1), rows[1:, -1].reshape(lead).copy()
+    out, lse = rows[1:, :-1].reshape(*lead, cache.value_dim), rows[1:, -1].reshape(lead).copy()
     return deliver(out, lse, taken, return_lse)
 
 

@@ -12,12 +12,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import index
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 
 Range = tuple[int, int]  # tokens start <= i < stop
+
+
+def _count(name: str, n: int, least: int = 0) -> int:
+    """An integer that is no smaller than `least`."""
+    try:
+        found = index(n)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: got {n!r}; allowed: integers from {least} on") from None
+    if found < least:
+        raise ArgumentError(f"{name}: got {n}; allowed: integers from {least} on")
+    return found
+
+
+def _check_tokens(name: str, x: np.ndarray, axis: int, length: int) -> None:
+    """Raise unless an array has so many tokens along `axis`."""
+    shape = np.shape(x)
+    if not -len(shape) <= axis < len(shape) or shape[axis] != length:
+        raise ArgumentError(
+            f"{name}: got shape {shape}; allowed: {length} tokens along axis {axis}"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,14 +52,20 @@ class Split:
 
     Raises
     ------
-    ArgumentError
-        The ranges do not cover 0 to L exactly once.
+    ArgumentError, ArgumentTypeError
+        The ranges do not cover 0 to L exactly once, or are no pairs of integers.
     """
 
     chunks: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
-        kept = tuple(tuple((int(a), int(b)) for a, b in rank if b != a) for rank in self.chunks)
+        try:
+            pairs = tuple(tuple((index(a), index(b)) for a, b in rank) for rank in self.chunks)
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(
+                f"chunks: got {self.chunks!r}; allowed: of each rank a tuple of (start, stop) integers"
+            ) from None
+        kept = tuple(tuple((a, b) for a, b in rank if b != a) for rank in pairs)
         object.__setattr__(self, "chunks", kept)
         end = 0
         for start, stop in sorted(c for rank in kept for c in rank):
@@ -51,17 +78,19 @@ class Split:
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> Split:
         """Consecutive shards of these lengths."""
-        edges = [0, *accumulate(int(n) for n in lengths)]
+        edges = [0, *accumulate(_count("lengths", n) for n in lengths)]
         return cls(tuple((edge,) for edge in pairwise(edges)))
 
     @classmethod
     def plain(cls, length: int, ranks: int) -> Split:
         """Consecutive shards, as equal as can be; the first ones are the longer ones."""
+        length, ranks = _count("length", length), _count("ranks", ranks, 1)
         return cls.of_lengths([length // ranks + (r < length % ranks) for r in range(ranks)])
 
     @classmethod
     def zigzag(cls, length: int, ranks: int) -> Split:
         """2 n chunks, as equal as can be; rank r holds chunk r and chunk 2 n - 1 - r."""
+        ranks = _count("ranks", ranks, 1)
         pieces = cls.plain(length, 2 * ranks).chunks
         return cls(tuple(pieces[r] + pieces[2 * ranks - 1 - r] for r in range(ranks)))
 
@@ -85,6 +114,8 @@ class Split:
 
         Their places in the whole sequence, as the rank stores them.
         """
+        if not 0 <= _count("rank", rank) < self.ranks:
+            raise ArgumentError(f"rank: got {rank}; allowed: 0 to {self.ranks - 1}")
         return np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in self.chunks[rank])])
 
     def permutation(self) -> np.ndarray:
@@ -95,10 +126,17 @@ class Split:
 
     def shard(self, x: np.ndarray, rank: int, axis: int = -2) -> np.ndarray:
         """The rank's part of an array of the whole sequence, with tokens along `axis`."""
+        _check_tokens("x", x, axis, self.length)
         return np.take(x, self.indices(rank), axis)
 
     def join(self, shards: Sequence[np.ndarray], axis: int = -2) -> np.ndarray:
         """The whole array from the shards of all ranks, in rank order: the inverse of `shard`."""
+        if len(shards) != self.ranks:
+            raise ArgumentError(
+                f"shards: got {len(shards)}; allowed: {self.ranks}, one of each rank"
+            )
+        for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
+            _check_tokens(f"shards[{rank}]", x, axis, length)
         return np.take(np.concatenate(list(shards), axis), np.argsort(self.permutation()), axis)
 
 

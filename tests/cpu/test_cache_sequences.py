@@ -219,6 +219,35 @@ def test_state_and_back(dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_state_of_a_cache_with_its_values_elsewhere(dtype):
+    """Beside the keys, or the first channels of these."""
+    kinds = (
+        {},
+        {"value_dim": 16},
+        {"value_in_key": True},
+        {"value_in_key": True, "value_dim": 16},
+    )
+    key = draw((1, 1, 40, 32))
+    caches = [KVCache(1, 1, 32, 64, dtype, **kind) for kind in kinds]
+    for cache, kind in zip(caches, kinds, strict=True):
+        wide = kind.get("value_dim", 32)
+        cache.append(key, *(() if "value_in_key" in kind else (key[..., :wide] + 1,)))
+    for cache, kind in zip(caches, kinds, strict=True):
+        state = cache.state()
+        earlier = {name: x for name, x in state.items() if not name.startswith("value_")}
+        for other in kinds:
+            for given in (state, earlier):
+                loaded = KVCache(1, 1, 32, 64, dtype, **other)
+                if other == kind:
+                    loaded.load_state(given)
+                    for x, y in zip(loaded.read(0), cache.read(0), strict=True):
+                        np.testing.assert_array_equal(x, y)
+                elif given is state or "value_in_key" in (other.keys() ^ kind.keys()):
+                    with pytest.raises(ArgumentError, match="state: got"):
+                        loaded.load_state(given)
+
+
 def test_state_crosses_devices():
     cache, key, value = holding("cpu", "int8", None)
     for page_size in (None, 16):

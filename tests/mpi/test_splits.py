@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracles import qkv
 
 from numflash.commands import cli
-from numflash.errors import ArgumentError, UnsupportedError
+from numflash.errors import ArgumentError, NumflashError, UnsupportedError
 from numflash.mpi import Split, causal_work, imbalance, ring_attention
 
 
@@ -80,6 +80,34 @@ def test_a_split_that_is_none(chunks):
         ArgumentError, match=r"chunks: got a chunk .* allowed: each token exactly once"
     ):
         Split(chunks)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Split(None), "chunks: got None"),
+        (lambda: Split((((0, 1.5),),)), "chunks: got"),
+        (lambda: Split(((0, 3), (3, 5))), "chunks: got"),
+        (lambda: Split.of_lengths([3.7, 2]), "lengths: got 3.7"),
+        (lambda: Split.of_lengths([3, -2]), "lengths: got -2"),
+        (lambda: Split.plain(10.5, 2), "length: got 10.5"),
+        (lambda: Split.plain("10", 2), "length: got '10'"),
+        (lambda: Split.plain(10, 0), "ranks: got 0; allowed: integers from 1 on"),
+        (lambda: Split.zigzag(10, -1), "ranks: got -1"),
+        (lambda: Split.plain(10, 2).indices(2), "rank: got 2; allowed: 0 to 1"),
+        (lambda: Split.plain(10, 2).shard(np.zeros((10, 4)), -1), "rank: got -1"),
+        (lambda: Split.zigzag(10, 2).shard(np.zeros((12, 4)), 0), r"x: got shape \(12, 4\)"),
+        (lambda: Split.plain(10, 2).shard(np.zeros(10), 0), "x: got shape .* along axis -2"),
+        (lambda: Split.plain(10, 2).join([np.zeros((10, 4))]), "shards: got 1; allowed: 2"),
+        (
+            lambda: Split.plain(10, 2).join([np.zeros((6, 4)), np.zeros((4, 4))]),
+            r"shards\[0\]: got shape \(6, 4\); allowed: 5 tokens along axis -2",
+        ),
+    ],
+)
+def test_wrong_arguments(make, words):
+    with pytest.raises(NumflashError, match=words):
+        make()
 
 
 def test_numflash_does_not_load_mpi():

@@ -453,6 +453,18 @@ MUTANTS = [
         "np.exp(x - shift)",
         OVERFLOW,
     ),
+    Mutant(
+        "cpu/int8/tile_scratch.py",
+        "ROWS = 8 ",
+        "ROWS = 1 ",
+        "tests/test_tiling.py -k changes_the_kernel_and_no_bit",
+    ),
+    Mutant(
+        "cache/damage.py",
+        "_check_values(settings, given)\n    lengths",
+        "lengths",
+        "tests/cpu/test_cache_sequences.py -k values_elsewhere",
+    ),
     # ---- few rows
     Mutant(FEW_ROWS, "spoiled[r] = np.uint8(1)", "pass", FEW_ROWS_TESTS),
     Mutant(FEW_ROWS, "return HIDDEN, redo or uncertain", "return HIDDEN, redo", FEW_ROWS_TESTS),

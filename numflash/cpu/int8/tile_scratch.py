@@ -18,23 +18,29 @@ from .amx_stream import Kept
 from .rows import State, Tile
 from .wide_rows import floats_of
 
+ROWS = 8  # that the softmax takes at a time
+
 
 class Scratch(NamedTuple):
-    """One allocation for arrays of one dtype: `state_of` and `tile_of` give their rows names."""
+    """One allocation for arrays of one dtype: `state_of` and `tile_of` give their rows names.
 
-    q: np.ndarray  # (block_q, channels) operands of Q.K^T
-    x: np.ndarray  # (block_q, KEY_BLOCK) int16 scores, Q8.8
-    p: np.ndarray  # (block_q, KEY_BLOCK) weights, of two planes the low one beside the high one
-    wide: np.ndarray  # (block_q, KEY_BLOCK) float32 scores where int16 does not hold them
-    o: np.ndarray  # (block_q, columns) float32
-    sums: np.ndarray  # (block_q * lanes,) int32 partial sums of the weights
-    tops: np.ndarray  # (block_q,) int16
-    # (5, block_q) float32: scale of the scores, l, scale of the weights, shift of softcap, numbers
+    `rows` are those of the query tile, in whole groups of `ROWS`: the softmax writes what it computes
+    of a whole group, also where fewer rows are left.
+    """
+
+    q: np.ndarray  # (rows, channels) operands of Q.K^T
+    x: np.ndarray  # (rows, KEY_BLOCK) int16 scores, Q8.8
+    p: np.ndarray  # (rows, KEY_BLOCK) weights, of two planes the low one beside the high one
+    wide: np.ndarray  # (rows, KEY_BLOCK) float32 scores where int16 does not hold them
+    o: np.ndarray  # (rows, columns) float32
+    sums: np.ndarray  # (rows * lanes,) int32 partial sums of the weights
+    tops: np.ndarray  # (rows,) int16
+    # (5, rows) float32: scale of the scores, l, scale of the weights, shift of softcap, numbers
     floats: np.ndarray
-    ints: np.ndarray  # (5, block_q) int32: m, octave, total, base, own
-    flags: np.ndarray  # (2, block_q) uint8: live, spoiled
-    bounds: np.ndarray  # (3, block_q) int64: lo, hi, start
-    mask_end: np.ndarray  # (block_q * KEY_BLOCK,) uint8, for the last part of a mask's rows
+    ints: np.ndarray  # (5, rows) int32: m, octave, total, base, own
+    flags: np.ndarray  # (2, rows) uint8: live, spoiled
+    bounds: np.ndarray  # (3, rows) int64: lo, hi, start
+    mask_end: np.ndarray  # (rows * KEY_BLOCK,) uint8, for the last part of a mask's rows
     turns: np.ndarray  # int64, what `amx_stream` does one after the other
     stream: np.ndarray  # uint8, its scratch
     kept: Kept
@@ -60,7 +66,7 @@ def tile_of(scratch, rows, real, first_keys):
 
 @functools.cache
 def make_scratch(isa_name: str, pv: str, block_q: int):
-    """f(d, dv): the scratch for head sizes d and dv."""
+    """f(d, dv): the scratch of tiles of `block_q` rows for head sizes d and dv."""
     isa = VECTOR_ISAS[isa_name]
     step, columns_unit = isa.step, isa.unit
     vector_lanes = lanes_of(isa_name)
@@ -74,24 +80,26 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
     stream_size = amx_stream.scratch_size() if streams else 0
     stream_row = 4 * BLOCK if streams else 0  # and bytes for each column of O
 
+    rows = (block_q + ROWS - 1) // ROWS * ROWS
+
     @inline
     def scratch(d, dv):
         lanes = vector_lanes()
         stride, unit_columns = (d + step - 1) // step * step, columns_unit * lanes
         width = (dv + unit_columns - 1) // unit_columns * unit_columns
         return Scratch(
-            zeros((block_q, stride), operand, "INT8 query tile"),
-            uncleared((block_q, KEY_BLOCK), np.int16, "INT8 scores"),
-            uncleared((block_q, weights_of_row), weight, "INT8 weights"),
-            uncleared((block_q, KEY_BLOCK), np.float32, "INT8 wide scores"),
-            uncleared((block_q, width), np.float32, "INT8 output tile"),
-            uncleared((block_q * lanes,), np.int32, "INT8 sums of weights"),
-            uncleared((block_q,), np.int16, "INT8 tops"),
-            uncleared((5, block_q), np.float32, "INT8 float state of rows"),
-            uncleared((5, block_q), np.int32, "INT8 integer state of rows"),
-            uncleared((2, block_q), np.uint8, "INT8 flags of rows"),
-            uncleared((3, block_q), np.int64, "INT8 bounds of rows"),
-            uncleared((block_q * KEY_BLOCK,), np.uint8, "INT8 last part of the mask"),
+            zeros((rows, stride), operand, "INT8 query tile"),
+            uncleared((rows, KEY_BLOCK), np.int16, "INT8 scores"),
+            uncleared((rows, weights_of_row), weight, "INT8 weights"),
+            uncleared((rows, KEY_BLOCK), np.float32, "INT8 wide scores"),
+            uncleared((rows, width), np.float32, "INT8 output tile"),
+            uncleared((rows * lanes,), np.int32, "INT8 sums of weights"),
+            uncleared((rows,), np.int16, "INT8 tops"),
+            uncleared((5, rows), np.float32, "INT8 float state of rows"),
+            uncleared((5, rows), np.int32, "INT8 integer state of rows"),
+            uncleared((2, rows), np.uint8, "INT8 flags of rows"),
+            uncleared((3, rows), np.int64, "INT8 bounds of rows"),
+            uncleared((rows * KEY_BLOCK,), np.uint8, "INT8 last part of the mask"),
             uncleared(turns_shape, np.int64, "INT8 turns of the AMX stream"),
             uncleared((stream_size + stream_row * width,), np.uint8, "INT8 scratch of the stream"),
             Kept(
