@@ -19,6 +19,7 @@ from numflash.flex.prepared import prepare
 from numflash.flex.program import Program
 from numflash.jit import trust, whole
 
+slow = pytest.mark.slow
 QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 
@@ -52,6 +53,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert file.read_bytes() == b"new" and list(tmp_path.iterdir()) == [file]
 
 
+@slow
 @posix
 def test_a_path_that_is_no_text(tmp_path):
     folder = tmp_path / os.fsdecode(b"na\xefve")  # Latin-1, where names are UTF-8
@@ -77,7 +79,7 @@ def filled(tmp_path_factory):
     """A folder of compiled kernels of `QUANTIZE`, and what it prints."""
     cache = tmp_path_factory.mktemp("cache")
     done = python(QUANTIZE, cache)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0 and "compiling" in done.stderr, done.stderr[-3000:]
     return cache, done.stdout
 
 
@@ -85,8 +87,35 @@ def copy_of(filled, tmp_path):
     return shutil.copytree(filled[0], tmp_path / "cache")
 
 
+def cut(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def flip_a_bit(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
+
+
+@pytest.mark.parametrize("damage", [pytest.param(cut, marks=slow), flip_a_bit])
+def test_damaged_entries_are_compiled_anew(damage, filled, tmp_path):
+    cache = copy_of(filled, tmp_path)
+    for path in entries(cache):
+        damage(path)
+    done = python(QUANTIZE, cache)
+    assert done.stdout == filled[1] and "compiling" in done.stderr, done.stderr[-3000:]
+
+
+@slow
+def test_the_code_of_a_kernel_under_the_name_of_another(filled, tmp_path):
+    cache = copy_of(filled, tmp_path)
+    one, other = entries(cache, [".nbc"])[:2]
+    shutil.copy(other, one)
+    assert python(QUANTIZE, cache).stdout == filled[1]
+
+
 @posix
-@pytest.mark.parametrize("where", ["file", "folder"])
+@pytest.mark.parametrize("where", ["file", pytest.param("folder", marks=slow)])
 def test_what_others_may_write_is_not_read(where, filled, tmp_path):
     cache = copy_of(filled, tmp_path)
     marker = tmp_path / "run"
@@ -149,7 +178,7 @@ def test_functions_that_others_may_write_are_not_read(functions, tmp_path, monke
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
 )
-@pytest.mark.parametrize("where", ["file", "folder"])
+@pytest.mark.parametrize("where", ["file", pytest.param("folder", marks=slow)])
 def test_what_somebody_else_owns_is_not_read(where, filled, tmp_path):
     cache = copy_of(filled, tmp_path)
     marker = tmp_path / "run"
@@ -247,7 +276,7 @@ MOMENTS = [
 @posix
 @pytest.mark.parametrize(
     "moment",
-    [m if m[3] == 1 else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS],
+    [MOMENTS[0], *(pytest.param(m, marks=slow) for m in MOMENTS[1:])],
     ids=lambda m: f"{m[2]}-{m[3]}",
 )
 def test_an_interrupt_while_compiling_leaves_the_next_call_working(moment, filled, tmp_path):
