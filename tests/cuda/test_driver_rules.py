@@ -7,27 +7,22 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from test_stub_driver import driver, run  # noqa: F401
+from test_stub_driver import UNCOMPILED, driver, run  # noqa: F401
 from test_stub_driver import pytestmark as needs_compiler
 
 pytestmark = needs_compiler
 
 # arrays of a stand-in for PyTorch on two devices, on a stream that does not wait for the default
 # one; nothing is compiled
-START = """
+START = (
+    UNCOMPILED
+    + """
 import ctypes, sys, types
 import numpy as np
 from cuda.bindings import driver as d
 import numflash
-from numflash.cuda.compile import compiler
-from numflash.cuda.device import device as card
 from numflash.errors import DriverError
 
-def uncompiled(factory, arch, kind, **constants):
-    source = factory(**constants)
-    return compiler.Compiled(factory.__name__, arch, repr((factory.__name__, constants)).encode(),
-                             compiler.flat_parameters(source.signature), source.threads, source.shared_bytes)
-card.compiled = uncompiled
 d.cuInit(0)
 
 class Tensor:
@@ -73,6 +68,7 @@ def refused(work):
         return f"{type(error).__name__}: {error}"
     return "nothing"
 """
+)
 
 
 def lines(driver, code, capability="90", **more):  # noqa: F811
