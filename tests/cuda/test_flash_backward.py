@@ -105,7 +105,7 @@ def test_bfloat16():
     ],
 )
 def test_bands(dtype, l, s, options):
-    check({"h": 2, "l": l, "s": s}, dtype, **options)
+    check({"h": 2, "hkv": 1, "l": l, "s": s}, dtype, **options)
 
 
 @slow
@@ -159,8 +159,9 @@ def test_options(options):
     check({"h": 2}, **options)
 
 
-@slow
-@pytest.mark.parametrize("kind", ["bool", "one for all heads", "float"])
+@pytest.mark.parametrize(
+    "kind", ["bool", *(pytest.param(x, marks=slow) for x in ("one for all heads", "float"))]
+)
 def test_masks(kind):
     rng = np.random.default_rng(3)
     seen = rng.random((1, 2, 40, 50)) > 0.5
@@ -192,7 +193,7 @@ def test_masks_of_grouped_heads():
 
 
 def test_the_same_bits_under_every_schedule():
-    q, k, v, do = case(h=4, hkv=2, l=70, s=90)
+    q, k, v, do = case(h=2, hkv=1, l=70, s=90)
     out, lse, *_ = gradients(q, k, v, do, is_causal=True)
     first, _ = solve(q, k, v, do, out, lse, emulator={"schedule": "lockstep"}, is_causal=True)
     for seed in range(2):
@@ -203,6 +204,7 @@ def test_the_same_bits_under_every_schedule():
         )
 
 
+@slow
 def test_what_is_not_finite_spoils_only_what_sees_it():
     q, k, v, do = case(l=40, s=40)
     out, lse, *expected = gradients(q, k, v, do, is_causal=True)
@@ -343,7 +345,7 @@ def test_float32(options):
         ("sm_80", "float16", False),
         pytest.param("sm_90a", "bfloat16", True, marks=slow),
         pytest.param("sm_75", "float16", False, marks=slow),
-        (None, "float32", False),
+        pytest.param(None, "float32", False, marks=slow),
     ],
 )
 def test_what_is_computed_from_the_lse(arch, dtype, in_place):
@@ -411,6 +413,7 @@ def test_nothing(l, s):
     )
 
 
+@slow
 @settings(max_examples=6, deadline=None)
 @given(
     l=st.integers(1, 80),
@@ -422,4 +425,4 @@ def test_nothing(l, s):
 )
 def test_random_bands(l, s, left, right, alignment, seed):
     window = (1000, 1000) if left is None and right is None else (left, right)
-    check({"l": l, "s": s}, seed=seed, window=window, alignment=alignment)
+    check({"h": 2, "hkv": 1, "l": l, "s": s}, seed=seed, window=window, alignment=alignment)

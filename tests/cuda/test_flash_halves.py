@@ -48,12 +48,13 @@ def test_head_sizes(d):
     assert report.opcodes["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
         {"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 70, "d": 40, "dv": 64},
-        pytest.param({"b": 1, "h": 3, "l": 1, "s": 1, "d": 5, "dv": 7}, marks=pytest.mark.slow),
-        pytest.param({"b": 1, "h": 1, "l": 3, "s": 200, "d": 17, "dv": 33}, marks=pytest.mark.slow),
+        {"b": 1, "h": 3, "l": 1, "s": 1, "d": 5, "dv": 7},
+        {"b": 1, "h": 1, "l": 3, "s": 200, "d": 17, "dv": 33},
     ],
 )
 def test_odd_shapes(shape):
@@ -102,12 +103,22 @@ def test_softcap():
     check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, softcap=2.0)
 
 
-def test_masks():
+def random_mask():
     rng = np.random.default_rng(3)
     seen = rng.random((1, 2, 40, 50)) > 0.5
     seen[0, 1, 7] = False  # a row that sees nothing
+    return seen, rng
+
+
+def test_masks():
+    seen, _ = random_mask()
     check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen)
     check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen[:, :1])
+
+
+@pytest.mark.slow
+def test_biases():
+    seen, rng = random_mask()
     bias = np.where(seen, rng.standard_normal(seen.shape), -np.inf).astype(np.float32)
     bias[0, 0, 9], bias[0, 0, 10, ::2] = (
         np.finfo(np.float32).min,

@@ -155,6 +155,7 @@ def test_what_is_computed_in_clusters(shape, options, expected):
     assert plan.blocks(7)[0] % expected == 0 and plan.blocks(1) == (expected, 1, 1)
 
 
+@pytest.mark.slow
 def test_one_key():
     check({"b": 1, "h": 1, "l": 1, "s": 1, "d": 64})
 

@@ -31,7 +31,7 @@ def check(q, k, v, **options):
     return report
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ring_of_blocks(seed):
     """Nine blocks turn the ring of four more than twice.
 

@@ -175,7 +175,8 @@ def test_machine_code_for_turing():
         compiled(step.factory, "sm_75", "cubin", **step.constants)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=slow)])
+@slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_functions_and_block_masks(arch):
     """The listed tiles of keys are shared out as all tiles are; some parts have none."""
     q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=2, h=4, hkv=2, l=40, s=700, d=64))
