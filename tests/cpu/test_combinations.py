@@ -1,8 +1,9 @@
 """Every option on every kernel of this machine that has code for it.
 
-The default tests run all pairs of settings: on the best instruction set, in plain loops, and, by the
-date, with one of the other `pv`. The slow tests run them on half of the INT8 instruction sets between,
-by the date too, and every seventh row of the whole table, by the date, in which any three settings meet; TABLE=whole runs all.
+The default tests run all pairs of settings: on the best instruction set and in plain loops, the latter
+with pv="int16" too. The slow tests run them on the instruction sets between (for INT8 on half of them, by
+the date), with the other `pv`, by the date too, and every seventh row of the whole table, by the date, in
+which any three settings meet; TABLE=whole runs all.
 Each row is computed without and with attention sinks.
 
 INT8 is held to the bits of the integer model. The float kernels get the budget that the fuzzer's
@@ -31,13 +32,9 @@ from numflash.numerics.fixedpoint import FLOAT_VALUES
 from numflash.numerics.quantization import quantize_problem
 
 PARTS = 7  # of the whole table, which a day has one of
-INT8 = [(isa, "int8") for isa in isas_of_today(target.available())]
 BEST, PLAIN = target.available()[0], target.available()[-1]
-OTHERS = [
-    (isa, pv)
-    for pv, isas in (("int16", (BEST, PLAIN)), ("fp32", (BEST, PLAIN)), ("bf16", (BEST,)))
-    for isa in dict.fromkeys(isas)
-]
+INT8 = [(isa, "int8") for isa in isas_of_today(target.available())]
+OTHERS = [(BEST, "int16"), (BEST, "fp32"), (PLAIN, "fp32"), (BEST, "bf16")]
 FLOATS = [
     (precision, isa)
     for precision, isas in (
@@ -48,6 +45,17 @@ FLOATS = [
     for isa in target.available(isas)
     if precision == "float32" or isa not in target.FLOAT_ISAS or isa == target.available(isas)[0]
 ]
+OFTEN = {
+    *((BEST, "int8"), (PLAIN, "int8"), (PLAIN, "int16")),
+    *(("float32", isa) for isa in (target.available(target.FLOAT_ISAS)[0], "portable")),
+    ("float16", target.available(target.FLOAT_ISAS)[0]),
+    ("bfloat16", target.available(target.BFLOAT16_ISAS)[0]),
+}
+
+
+def rest_slow(cases):
+    """Those of `OFTEN` by default."""
+    return [pytest.param(*x, marks=() if x in OFTEN else pytest.mark.slow) for x in cases]
 
 
 @pytest.fixture
@@ -147,18 +155,14 @@ def test_any_three_settings_meet_every_day():
 
 
 @pytest.mark.parametrize(
-    ("isa", "pv"),
-    [
-        *(x if x[0] in (BEST, PLAIN) else pytest.param(*x, marks=pytest.mark.slow) for x in INT8),
-        *of_today(OTHERS, 4),
-    ],
+    ("isa", "pv"), rest_slow(dict.fromkeys([*INT8, (PLAIN, "int16"), *of_today(OTHERS, 4)]))
 )
 def test_int8_by_pairs(isa, pv):
     for row in pairs():
         int8_holds(isa, pv, row)
 
 
-@pytest.mark.parametrize(("precision", "isa"), FLOATS)
+@pytest.mark.parametrize(("precision", "isa"), rest_slow(FLOATS))
 def test_floats_by_pairs(precision, isa):
     for row in pairs():
         floats_hold(precision, isa, row)
