@@ -14,6 +14,8 @@ from numflash.cache.kvcache import KVCache
 from numflash.errors import CacheFullError
 from numflash.tiling import split_count
 
+NEW = 4  # tokens at once: the kernels of tests/cpu/test_decode_options.py
+
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_length_is_full_attention(dtype):
@@ -40,17 +42,17 @@ def test_every_length_is_full_attention(dtype):
 def test_several_new_tokens_are_causal():
     for dtype in ("float32", "int8"):
         cache, key, value = filled(130, dtype=dtype)
-        query = draw((B, H, 2, D), 5)
+        query = draw((B, H, NEW, D), 5)
         assert relative(cache.decode(query), expected(query, key, value)[0]) <= TOLERANCE[dtype]
     cache = KVCache(B, G, D, 8, "float32")
     cache.append(*tokens(1))
     out, lse = cache.decode(
-        draw((B, H, 2, D)), return_lse=True
-    )  # the first row stands before the sequence
+        draw((B, H, NEW, D)), return_lse=True
+    )  # all rows but the last stand before the sequence
     assert (
-        not out[:, :, 0].any()
-        and (lse[:, :, 0] == -np.inf).all()
-        and np.isfinite(lse[:, :, 1:]).all()
+        not out[:, :, :-1].any()
+        and (lse[:, :, :-1] == -np.inf).all()
+        and np.isfinite(lse[:, :, -1]).all()
     )
 
 
@@ -164,7 +166,7 @@ def test_ring(dtype, window, sinks):
     size = cache.nbytes
     key, value = tokens(500)
     i = 0
-    queries = 2 if window > 1 else 1
+    queries = NEW if window > 1 else 1
     for step in (1, 2, 60, 64, 1, 100, 3, 200, 2):
         cache.append(key[:, :, i : i + step], value[:, :, i : i + step])
         i += step
@@ -184,17 +186,17 @@ def test_tokens_that_are_not_finite(dtype):
     bad = tokens(2, 3)
     bad[0][0, 0, 1, 3], bad[1][1, 1, 1, 2] = np.nan, np.inf
     cache.append(*bad)
-    out = cache.decode(draw((B, H, 2, D), 1))
+    out = cache.decode(draw((B, H, NEW, D), 1))
     spoiled = np.isnan(out).all(-1)
-    assert not np.isnan(out[:, :, 0]).any()  # the row before does not see them
+    assert not np.isnan(out[:, :, :-1]).any()  # the rows before do not see them
     assert (
-        spoiled[0, :2, 1].all()
+        spoiled[0, :2, -1].all()
         and not spoiled[0, 2:].any()
-        and spoiled[1, 2:, 1].all()
+        and spoiled[1, 2:, -1].all()
         and not spoiled[1, :2].any()
     )
     assert np.isnan(cache.read(0)[0][0, 21]).all()
-    query = draw((B, H, 2, D), 1)
+    query = draw((B, H, NEW, D), 1)
     query[0, 1, 1, 0] = np.nan
     cache.reset()
     cache.append(key, value)
@@ -223,11 +225,11 @@ def test_what_float32_does_not_hold(sizes, ring):
         )
         cache.append(key, value)
         held = [np.concatenate(x, 2) for x in zip(held, (key, value), strict=True)]
-    query = np.float32(sizes[0]) * rng.uniform(-3, 3, (B, H, 2, D)).astype(np.float32)
+    query = np.float32(sizes[0]) * rng.uniform(-3, 3, (B, H, NEW, D)).astype(np.float32)
     for splits in (1, 3):
         out, lse = cache.decode(query, splits=splits, return_lse=True)
-        for row in range(2):
-            stop = 370 + row
+        for row in range(NEW):
+            stop = 372 - NEW + row
             seen = [j for j in range(stop) if not ring or j < 3 or j >= stop - 150]
             exact, exact_lse = naive(query[:, :, row : row + 1], *(x[:, :, seen] for x in held))
             np.testing.assert_allclose(

@@ -37,7 +37,7 @@ def decode_errors(key, smooth, first):
     return errors(cache.decode(query), expected(query, key, value)[0])
 
 
-@pytest.mark.parametrize("first", [16, 512])
+@pytest.mark.parametrize("first", [16, pytest.param(512, marks=pytest.mark.slow)])
 def test_on_real_activations_it_changes_little(first):
     key = minilm()[1][None].astype(np.float32)
     plain, smooth = (decode_errors(key, on, first) for on in (False, True))
@@ -46,7 +46,7 @@ def test_on_real_activations_it_changes_little(first):
     assert min(plain.cosine, smooth.cosine) >= 0.9997
 
 
-@pytest.mark.parametrize("first", [16, 512])
+@pytest.mark.parametrize("first", [16, pytest.param(512, marks=pytest.mark.slow)])
 def test_where_channels_have_a_bias_it_removes_the_error(first):
     key = minilm()[1][None].astype(np.float32)
     unbiased = decode_errors(key, False, first)

@@ -85,7 +85,9 @@ def test_every_option(isa, shape):
         np.testing.assert_allclose(lse, want_lse, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("isa", BFLOAT16)
+@pytest.mark.parametrize(
+    "isa", [*BFLOAT16[:1], *(pytest.param(isa, marks=pytest.mark.slow) for isa in BFLOAT16[1:])]
+)
 def test_bfloat16(isa):
     for shape in SHAPES:
         arrays = [widen(convert(x, "bfloat16")) for x in qkv(**shape)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from daily import between_slow
 from numba import njit
 from oracles import TAILS, draw, qkv
 
@@ -24,7 +25,11 @@ F = np.float32
 FLOATS = target.available(target.FLOAT_ISAS)
 CASES = [("float32", isa) for isa in FLOATS] + [("float16", FLOATS[0]), ("bfloat16", FLOATS[0])]
 CASES += [("bfloat16", isa) for isa in target.available(target.BFLOAT16_ISAS) if isa not in FLOATS]
-every_kernel = pytest.mark.parametrize(("precision", "isa"), CASES)
+BETWEEN = [("float32", isa) for isa in FLOATS[1:-1]]  # the widest vectors and plain loops
+every_kernel = pytest.mark.parametrize(
+    ("precision", "isa"),
+    [pytest.param(*x, marks=pytest.mark.slow if x in BETWEEN else ()) for x in CASES],
+)
 ULP = {"float32": 2.0**-23, "float16": 2.0**-23, "bfloat16": 2.0**-8}
 
 
@@ -300,7 +305,7 @@ def test_weights_too_faint_for_normal_sums_are_zero(isa):
     assert np.abs(p[kept] / np.exp2(x[kept].astype(np.float64)) - 1).max() < 2e-7
 
 
-@pytest.mark.parametrize("isa", FLOATS)
+@pytest.mark.parametrize("isa", between_slow(FLOATS))
 def test_steep_slopes(isa):
     """Every block is up to 200 octaves above the one before, and so is every row's last key."""
     for slope in (0.5, 0.7, 1.1):
