@@ -361,7 +361,7 @@ for options in {}, {"is_causal": True}, {"precision": "int8"}, {"precision": "in
 """
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_nothing_to_attend_to(driver, capability):  # noqa: F811
     """Strides are PyTorch's; no tensor map describes such keys."""
     out, said = lines(driver, NO_KEYS, capability)
@@ -383,7 +383,8 @@ for rung in study.LADDER:
 
 
 @pytest.mark.parametrize(
-    ("capability", "rungs"), [("75", 8), ("90", 14), pytest.param("89", 11, marks=pytest.mark.slow)]
+    ("capability", "rungs"),
+    [("90", 14), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("75", 8), ("89", 11)))],
 )
 def test_every_rung_is_launched_with_keys_and_values_in_l2(driver, capability, rungs):  # noqa: F811
     """What the ladder's timing does for each, whether the kernel takes arrays or tensor maps."""

@@ -149,7 +149,7 @@ for x in sets:  # the kernel that prepares the rows reads it, in a first call an
 """
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_an_equal_call_launches_what_a_fresh_one_does(driver, capability):  # noqa: F811
     out = lines(driver, EQUAL, capability)
     steps = {

@@ -39,11 +39,12 @@ def test_head_sizes():
     check({"b": 1, "h": 2, "hkv": 1, "l": 70, "s": 200, "d": 256, "dv": 200})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"is_causal": True, "alignment": "lower_right"}, marks=pytest.mark.slow),
-        pytest.param({"window": (100, 3)}, marks=pytest.mark.slow),
+        {"is_causal": True, "alignment": "lower_right"},
+        {"window": (100, 3)},
         {"window": (None, 3), "key_lengths": np.array([150, 0])},
     ],
 )
@@ -51,7 +52,8 @@ def test_bands(options):
     check({"b": 2, "h": 2, "hkv": 1, "l": 200, "s": 300, "d": 64}, **options)
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 def test_a_band_with_two_edges(overlap):
     """Two tiles at its end, one or two that all rows attend to, two at its beginning."""
     options = {"window": (400, 3), "alignment": "lower_right"}
@@ -155,7 +157,6 @@ def test_what_is_computed_in_clusters(shape, options, expected):
     assert plan.blocks(7)[0] % expected == 0 and plan.blocks(1) == (expected, 1, 1)
 
 
-@pytest.mark.slow
 def test_one_key():
     check({"b": 1, "h": 1, "l": 1, "s": 1, "d": 64})
 
@@ -250,17 +251,23 @@ def test_taking_turns_changes_no_bit(causal, seed):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "d", "options"),
+    ("l", "s", "dtype", "d", "options"),
     [
-        (
+        (  # tiles of 192 rows, which take turns
+            140,
+            300,
             np.float16,
             64,
-            {"window": (9, 0), "alignment": "lower_right", "key_lengths": np.array([50])},
+            {"window": (9, 0), "alignment": "lower_right", "key_lengths": np.array([100])},
         ),
         pytest.param(
-            ml_dtypes.bfloat16, 64, {"softcap": 2.0, "is_causal": True}, marks=pytest.mark.slow
+            *(60, 170, ml_dtypes.bfloat16, 64),
+            {"softcap": 2.0, "is_causal": True},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
+            60,
+            170,
             np.float16,
             256,
             {
@@ -273,12 +280,12 @@ def test_taking_turns_changes_no_bit(causal, seed):
         ),
     ],
 )
-def test_sinks_join_on_the_card(dtype, d, options):
+def test_sinks_join_on_the_card(l, s, dtype, d, options):
     """With results given, as for arrays on a card, the kernel adds the sinks itself.
 
     A row that sees nothing has the sink's LSE.
     """
-    q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=60, s=170, d=d))
+    q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=l, s=s, d=d))
     options = {"sinks": np.array([-3.0, 0.5, 4.0, 60.0], np.float32), **options}
     problem = problem_of(q, k, v, **options)
     launched = launch_float.hopper_forward(

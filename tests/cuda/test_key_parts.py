@@ -196,6 +196,7 @@ def test_functions_and_block_masks(arch):
     )
 
 
+@slow
 def test_a_part_that_a_row_does_not_see_stays_out():
     """What is not finite among keys that a mask hides is in no part that the row sees."""
     q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=2, l=2, s=400, d=64))

@@ -35,8 +35,8 @@ def test_int8_has_the_bits_of_the_model():
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [
-        ("sm_80", np.float16),
         ("sm_80", np.float32),
+        pytest.param("sm_80", np.float16, marks=pytest.mark.slow),
         pytest.param("sm_90a", np.float16, marks=pytest.mark.slow),
     ],
 )

@@ -194,7 +194,7 @@ for options in ({"attn_mask": np.ones((70, 90), bool)}, {"attn_mask": cuda.devic
 
 
 def test_arrays_on_the_card_are_passed_by_address(driver):
-    done = run(driver, RESIDENT, "80")
+    done = run(driver, UNCOMPILED + RESIDENT, "80")
     lines = done.stdout.splitlines()
     assert lines[0] == "DeviceNDArray (1, 70, 2, 64) float16"
     assert (
@@ -286,7 +286,7 @@ def test_arrays_of_cupy_and_pytorch(driver):
 
     The same kind comes out, two results are all that is made, on the library's current stream.
     """
-    done = run(driver, LIBRARIES, "80")
+    done = run(driver, UNCOMPILED + LIBRARIES, "80")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [" ".join(line[:-1]) for line in lines] == [
         "CuPyArray (1, 2, 70, 64) float16 (1, 2, 70) float32 2",
