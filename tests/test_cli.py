@@ -260,6 +260,7 @@ def test_a_picture_needs_matplotlib(monkeypatch, capsys):
     assert "numflash: --plot: matplotlib is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_cache_clear(tmp_path, monkeypatch):
     """Only numflash's own files go, in the folder that NUMBA_CACHE_DIR names."""
     code = (
@@ -409,7 +410,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize(("number", "wait"), [("SIGINT", 0), ("SIGINT", 60), ("SIGKILL", 0)])
+@pytest.mark.parametrize(
+    ("number", "wait"),
+    [("SIGINT", 0), pytest.param("SIGINT", 60, marks=pytest.mark.slow), ("SIGKILL", 0)],
+)
 def test_no_process_outlives_what_started_it(tmp_path, number, wait):
     (tmp_path / "sleeping.py").write_text(SLEEPING)
     command = [sys.executable, str(tmp_path / "sleeping.py"), str(wait)]

@@ -281,7 +281,6 @@ QUICK = (
     "quantize",
     "portable-s",
     "portable-v",
-    "append-int",
     "int8-scores",
     "int8-values",
     "float32-scores",
@@ -294,7 +293,7 @@ QUICK += ("float32-values", "exp2-fexpa", "study-two-pass", "study-fused4-regist
     [
         pytest.param(name, marks=() if name.startswith(QUICK) else pytest.mark.slow)
         for name in codegen.KERNELS
-        if name.startswith(QUICK) or name in ("portable", "float32-neon")
+        if name.startswith((*QUICK, "append-int")) or name in ("portable", "float32-neon")
     ],
 )
 def test_named_kernels_have_a_histogram(kernel):
@@ -343,8 +342,15 @@ def dot_loops(tile, rows):
         yield from (loop for loop in assembly.loops(text) if "vpdpbusd" in str(loop.instructions))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("isa", ["avx512_vnni", "avx_vnni"])
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    [
+        ("avx512_vnni", "int4"),
+        ("avx_vnni", "int8"),
+        pytest.param("avx512_vnni", "int8", marks=pytest.mark.slow),
+        pytest.param("avx_vnni", "int4", marks=pytest.mark.slow),
+    ],
+)
 def test_sums_of_decode_stay_in_registers(isa, dtype):
     """For every number of rows: both planes in one loop where the registers hold all sums."""
     if isa not in target.available():

@@ -348,6 +348,7 @@ def test_the_formula_for_one_traced_size_is_wrong():
     assert "length 192" in c00._by_the_traces(lambda length, d, q: 96 * 96 * 16 * 8 // q, *given)
 
 
+@pytest.mark.slow
 def test_a_kernel_must_be_compiled_and_right():
     """Chapter 02's kernel: in the interpreter, with float64 sums, without a shrink, not typed."""
     right = solved("02.4", "compiled_tiled", kernel=lambda function: function)
@@ -484,6 +485,7 @@ def test_the_report_of_a_race_names_both_warps(capsys):
     assert said and int(said[1]) + int(said[2]) == 3
 
 
+@pytest.mark.slow
 def test_a_broken_kernel_must_be_mended_and_not_gone_round():
     """Right numbers by another way than the one with the fault."""
     pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")

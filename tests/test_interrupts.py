@@ -73,11 +73,11 @@ CACHES = {
     "int4 pages": {"dtype": "int4", "page_size": PAGE, "pages": 8},
     "latent pages": {"value_in_key": True, "value_dim": 9, "page_size": PAGE, "pages": 8},
 }
-SLOW = ("int4 pages", "latent pages")  # kernels of their own
+OFTEN = ("smooth pages", "ring")
 
 
 def marked(kind, *rest):
-    return pytest.param(kind, *rest, marks=[pytest.mark.slow] if kind in SLOW else [])
+    return pytest.param(kind, *rest, marks=[] if kind in OFTEN else [pytest.mark.slow])
 
 
 PAIRS = [
@@ -225,7 +225,7 @@ def test_every_signal_that_came_while_compiling_is_handled():
 
 
 @needs_signals
-@pytest.mark.parametrize("kind", ["smooth pages", *map(marked, SLOW)])
+@pytest.mark.parametrize("kind", [*map(marked, ("smooth pages", "int4 pages", "latent pages"))])
 @pytest.mark.parametrize("name", ["append", "share", "reset", "decode", "step"])
 def test_real_signals(name, kind):
     """An interval timer interrupts a call at random moments."""

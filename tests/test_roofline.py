@@ -14,6 +14,7 @@ from numflash.measure import phases, roofline
 from numflash.validation.options import Options
 
 
+@pytest.mark.slow
 def test_roof_is_plausible():
     """Order of magnitude only: a timed bound would fail on a busy machine."""
     roof = roofline.measure(1)

@@ -58,6 +58,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_spawn_pool_with_an_empty_cache(tmp_path):
     script = tmp_path / "work.py"
     script.write_text(POOL)
@@ -101,7 +102,10 @@ def test_the_number_of_threads_changes_while_another_thread_computes(precision):
 
 
 @pytest.mark.parametrize("layer", ["tbb", "nonsense"])
-@pytest.mark.parametrize("call", ["numflash.attention(x, x, x)", "numflash.quantize(x)"])
+@pytest.mark.parametrize(
+    "call",
+    ["numflash.attention(x, x, x)", pytest.param("numflash.quantize(x)", marks=pytest.mark.slow)],
+)
 def test_an_absent_threading_layer(layer, call, tmp_path):
     if layer == "tbb":
         try:

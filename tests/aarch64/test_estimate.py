@@ -23,7 +23,7 @@ needs_mca = pytest.mark.skipif(not shutil.which("llvm-mca"), reason="needs llvm-
     ("isa", "cpu", "bits"),
     [("sve", "a64fx", 128), ("sve", "a64fx", 512), ("neon_dot", "neoverse-n1", 128)],
 )
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_what_was_executed_is_known_to_the_instruction(isa, cpu, bits, d):
     parts = estimate.tile_parts(isa, cpu, bits, d)
     lanes = bits // 32
@@ -37,6 +37,7 @@ def test_what_was_executed_is_known_to_the_instruction(isa, cpu, bits, d):
         )
 
 
+@pytest.mark.slow
 def test_longer_vectors_halve_the_instructions(capsys):
     found = estimate.run("a64fx", instructions_only=True)
     tiles = {row["bits"]: row for row in found["instructions"] if row["kernel"] == "sve"}

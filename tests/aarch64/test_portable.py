@@ -12,8 +12,11 @@ from numflash.machinecode import assembly, codegen
 from numflash.numerics import fixedpoint
 from numflash.tiling import KEY_BLOCK
 
+# SVE and NEON by default
 CPUS = [
-    cpu for cpu in ("a64fx", "neoverse-v1", "neoverse-v2", "neoverse-n1") if cpu in codegen.TRIPLES
+    pytest.param(cpu, marks=() if cpu in ("a64fx", "neoverse-n1") else pytest.mark.slow)
+    for cpu in ("a64fx", "neoverse-v1", "neoverse-v2", "neoverse-n1")
+    if cpu in codegen.TRIPLES
 ]
 
 loops_become_dot_products = pytest.mark.skipif(

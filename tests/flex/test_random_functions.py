@@ -28,7 +28,7 @@ TABLES = {
     "deep": rng.standard_normal((B, 4, 5, 6)).astype(np.float32),
 }
 EXAMPLES = settings(
-    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 
 FLOAT_UNARY = [
@@ -253,7 +253,7 @@ def test_derivatives_by_a_table_are_what_changing_it_gives(binary, tree, unary, 
     assert share_close(found[smooth], wanted[smooth], 1e-3) > 0.85
 
 
-@settings(EXAMPLES, max_examples=100)
+@settings(EXAMPLES, max_examples=50)
 @given(boolean, st.integers(1, 20), st.integers(1, 20))
 def test_block_states_are_never_wrong(tree, rows, keys):
     function = traced(tree)
