@@ -218,6 +218,7 @@ def test_a_full_disk_does_not_stop_a_call(tmp_path):
     assert not list((tmp_path / "cache").rglob("*.tmp.*"))
 
 
+@slow
 @posix
 def test_no_folder_at_all_is_said_once(tmp_path):
     """A read-only installation and home: here files are where the folders would be, root can write

@@ -37,7 +37,8 @@ def decode_errors(key, smooth, first):
     return errors(cache.decode(query), expected(query, key, value)[0])
 
 
-@pytest.mark.parametrize("first", [16, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [16, 512])
 def test_on_real_activations_it_changes_little(first):
     key = minilm()[1][None].astype(np.float32)
     plain, smooth = (decode_errors(key, on, first) for on in (False, True))

@@ -55,13 +55,9 @@ def test_functions_in_the_float32_kernel():
     check(g.t5_bias, g.nothing_for_some, "sm_80", "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "precision"),
-    [
-        ("sm_80", "float32"),
-        pytest.param("sm_80", "float16", marks=pytest.mark.slow),
-        pytest.param("sm_90a", "float16", marks=pytest.mark.slow),
-    ],
+    ("arch", "precision"), [("sm_80", "float32"), ("sm_80", "float16"), ("sm_90a", "float16")]
 )
 def test_a_softcap_leaves_hidden_what_a_function_hides(arch, precision):
     q, k, v = g.operands(6, length=20, s=40)

@@ -28,7 +28,7 @@ TABLES = {
     "deep": rng.standard_normal((B, 4, 5, 6)).astype(np.float32),
 }
 EXAMPLES = settings(
-    max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 
 FLOAT_UNARY = [
