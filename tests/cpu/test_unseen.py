@@ -115,7 +115,7 @@ def test_values_of_zero_cost_no_accuracy(device):
     """Rows of zeros (padding) have no scale of their own either."""
     key = draw((1, 1, 70, 64))
     value = draw((1, 1, 70, 64), 1) * F(0.01)
-    query = draw((1, 1, 1, 64), 2)
+    query = draw((1, 2, 1, 64), 2)
     value[0, 0, 30:40] = 0
     cache = KVCache(1, 1, 64, 300, device=device)
     cache.append(key, value)
@@ -128,7 +128,7 @@ def test_values_of_zero_cost_no_accuracy(device):
 def test_a_block_of_nothing_but_zeros(bad):
     key = draw((1, 1, 200, 64))
     value = draw((1, 1, 200, 64), 1)
-    query = draw((1, 1, 1, 64), 2)
+    query = draw((1, 2, 1, 64), 2)
     value[0, 0, :128] = 0
     if bad:
         key[0, 0, 100] = np.nan
@@ -192,7 +192,7 @@ def test_a_huge_value_that_left_the_window_costs_precision_until_it_is_replaced(
     """INT8 weighs the values of a block by the largest among them: see docs/kvcache.md."""
     key, value = draw((1, 1, 400, 16)), draw((1, 1, 400, 16), 1)
     value[0, 0, 20] = 1e30
-    query = draw((1, 1, 1, 16), 2)
+    query = draw((1, 2, 1, 16), 2)
     cache = KVCache(1, 1, 16, 1, "int8", window=64)
     cache.append(key[:, :, :100].copy(), value[:, :, :100].copy())
     assert np.abs(cache.decode(query)).max() < 5, "nothing of the huge value itself"
