@@ -48,9 +48,9 @@ def attention(
     Parameters
     ----------
     query : (B, H, L, D) array, 2-D and 3-D arrays are promoted
-        float32, float64 (computed in float32), float16, bfloat16 (ml_dtypes, torch, or uint16 bits
-        with precision "bfloat16"). NumPy array, PyTorch CPU tensor, or any object that supports
-        DLPack.
+        float32, float64 (computed in float32, where more than 3.4e38 is infinite), float16, bfloat16
+        (ml_dtypes, torch, or uint16 bits with precision "bfloat16"). NumPy array, PyTorch CPU
+        tensor, or any object that supports DLPack.
     key : (B, Hkv, S, D) array
     value : (B, Hkv, S, Dv) array; D and Dv from 1 to 576
     attn_mask : broadcastable to (B, H, L, S)

@@ -34,12 +34,20 @@ def test_a_script_is_valid_shell_and_asks_for_the_request(make):
         ("fugaku", {"groups": 5}, "groups: got 5; allowed: 1 to 4"),
         ("fugaku", {"threads": 48}, "threads: got 48; allowed: 1 to 12"),
         ("slurm", {"time": "1 hour"}, "time: got '1 hour'"),
+        ("slurm", {"time": "00:00:00"}, "time: got '00:00:00'.* more than none"),
+        ("slurm", {"time": "\u0661:00:00"}, "time: got"),
         ("slurm", {"account": "a; rm -r"}, "account: got"),
     ],
 )
 def test_what_no_machine_has_is_refused(scheduler, changes, message):
     with pytest.raises(ArgumentError, match=message):
         run(scheduler, Request(**changes))
+
+
+def test_a_home_folder_is_written_out(monkeypatch):
+    """Quoted, a shell would leave ~ as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert "source /home/me/venv/bin/activate" in slurm(Request(environment="~/venv"))
 
 
 def test_the_command(capsys):

@@ -178,6 +178,10 @@ class Holdings:
         for x, d in zip(out, (self.head_dim, self.value_dim), strict=True):
             tokens = x.shape[1] if isinstance(x, np.ndarray) and x.ndim == 3 else n
             output(x, (self.kv_heads, tokens, d))
+        if np.may_share_memory(*out):  # exact: both are contiguous
+            raise ArgumentError(
+                "out: got two arrays of the same memory; allowed: memory of its own for each"
+            )
         room = min(x.shape[1] for x in out)
         if window is None and self.window is None and n <= room:
             contents.read_into(memory, b, *out)

@@ -6,6 +6,7 @@ both scripts are about. Nothing is submitted, and nothing here needs a cluster.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ..errors import ArgumentError
 GROUPS = 4  # core memory groups of an A64FX node
 THREADS = 12  # cores of each
 DEFAULT = ("python", "-m", "numflash", "demo", "ring", "--threads", "{threads}")
-TIME = re.compile(r"\d+:[0-5]\d:[0-5]\d")
+TIME = re.compile(r"(?!0+:00:00)[0-9]+:[0-5][0-9]:[0-5][0-9]")
 NAME = re.compile(r"[\w.-]+")
 
 
@@ -45,7 +46,7 @@ def _checked(request: Request) -> Request:
             raise ArgumentError(f"{field}: got {getattr(request, field)}; allowed: 1 or more")
     if not TIME.fullmatch(request.time):
         raise ArgumentError(
-            f"time: got {request.time!r}; allowed: as '00:30:00', hours, minutes, seconds"
+            f"time: got {request.time!r}; allowed: as '00:30:00', hours, minutes, seconds, more than none"
         )
     if not request.environment:
         raise ArgumentError("environment: got ''; allowed: a folder")
@@ -65,7 +66,8 @@ def _command(request: Request) -> str:
 
 def _environment(request: Request) -> str:
     """The kernels' folder stays after the job: the next one finds them compiled."""
-    return f"""source {shlex.quote(request.environment)}/bin/activate
+    folder = os.path.expanduser(request.environment)  # quoted, a shell leaves ~ as it is
+    return f"""source {shlex.quote(folder)}/bin/activate
 export NUMBA_NUM_THREADS={request.threads} OMP_NUM_THREADS={request.threads}
 export OMP_PROC_BIND=close OMP_PLACES=cores
 export NUMBA_CACHE_DIR="${{NUMBA_CACHE_DIR:-$HOME/.cache/numflash/numba-cache}}"

@@ -19,7 +19,7 @@ import numpy as np
 from numba.core import sigutils, types
 from numba.core.types import containers
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from .codegen import Target, compile_for
 
 try:
@@ -77,6 +77,9 @@ def _flat(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
             yield argument, kind
 
 
+VECTOR_BITS = (128, 256, 512, 1024, 2048)
+
+
 class Emulated:
     """A compiled function that can be called like the original, with contiguous arrays and scalars.
 
@@ -85,7 +88,7 @@ class Emulated:
     function, signature : as `numflash.machinecode.codegen.compile_for`; the function must not need
         Python
     cpu, features : the CPU the code is made for
-    vector_bits : length of the emulated SVE registers, 128 to 2048
+    vector_bits : length of the emulated SVE registers, one of `VECTOR_BITS`
 
     Attributes
     ----------
@@ -104,6 +107,10 @@ class Emulated:
         features: str = "",
         vector_bits: int = 512,
     ) -> None:
+        if vector_bits not in VECTOR_BITS:
+            raise ArgumentError(
+                f"vector_bits: got {vector_bits!r}; allowed: {', '.join(map(str, VECTOR_BITS))}"
+            )
         self.argument_types, self.return_type = sigutils.normalize_signature(signature)
         self.code = machine_code(
             function, signature, Target.named(cpu, features or KNOWN.get(cpu, ""))

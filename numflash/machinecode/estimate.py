@@ -143,6 +143,7 @@ def tile_parts(isa: str, cpu: str, bits: int, d: int) -> dict[str, Part]:
     q, k, v = (
         rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (ROWS, KEY_BLOCK, KEY_BLOCK)
     )
+    q, k = (np.pad(x, ((0, 0), (0, -d % VECTOR_ISAS[isa].step))) for x in (q, k))  # as kernels do
     keys = packing.pack_keys(isa, k[None], np.ones((1, KEY_BLOCK), np.float32), lanes)
     packed_k, start, scale = keys.data[0], keys.start[0], keys.scale[0]
     packed_v = packing.pack_values(isa, v[None], lanes)[0]

@@ -79,7 +79,7 @@ class Model:
         done = subprocess.run([self.tool, *options], input=text, capture_output=True, text=True)
         if done.returncode or "not a recognized processor" in done.stderr:  # which it only warns of
             raise UnsupportedError(
-                f"estimate: {self.tool} cannot model {self.cpu}, a newer LLVM may: "
+                f"estimate: {self.tool} cannot model {self.cpu!r}, a newer LLVM may, if LLVM has a CPU of that name: "
                 f"{done.stderr.strip().splitlines()[0]}"
             )
         return done.stdout

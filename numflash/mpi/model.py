@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..errors import ArgumentError
+
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 SCALE = 4  # bytes: the scale of a quantised key
 
@@ -46,7 +48,12 @@ class Ring:
     """Ring attention in the model.
 
     rate : operations per second of one rank's kernel, 4 H D for each visible pair of query and key
-    heads, kv_heads, head_dim : of the whole problem;  precision : of the messages
+    heads, kv_heads, head_dim : of the whole problem;  precision : of the messages, one of `ITEM`
+
+    Raises
+    ------
+    ArgumentError
+        Another precision, a rate or sizes that are not positive.
     """
 
     rate: float
@@ -56,6 +63,15 @@ class Ring:
     head_dim: int
     precision: str
     causal: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in ITEM:
+            raise ArgumentError(
+                f"precision: got {self.precision!r}; allowed: {', '.join(map(repr, ITEM))}"
+            )
+        for name in ("rate", "heads", "kv_heads", "head_dim"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"{name}: got {getattr(self, name)}; allowed: more than 0")
 
     @property
     def token_bytes(self) -> int:

@@ -13,6 +13,7 @@ pytest.importorskip("elftools")
 from numba.extending import intrinsic
 from unicorn import UC_HOOK_CODE
 
+from numflash.errors import ArgumentError
 from numflash.machinecode.codegen import TRIPLES
 from numflash.machinecode.emulator import Emulated
 
@@ -84,6 +85,12 @@ def refuses(n):
 @pytest.mark.parametrize("bits", [128, 256, 512, 1024, 2048])
 def test_vector_length(bits):
     assert Emulated(register_bytes, "int64()", vector_bits=bits)() == bits // 8
+
+
+@pytest.mark.parametrize("bits", [0, 64, 100, 384, 4096])
+def test_no_vector_length(bits):
+    with pytest.raises(ArgumentError, match=f"vector_bits: got {bits}; allowed: 128, 256"):
+        Emulated(register_bytes, "int64()", vector_bits=bits)
 
 
 @pytest.mark.parametrize(("cpu", "bits"), [t for t in TARGETS if t[0] in TRIPLES])

@@ -130,7 +130,8 @@ def test_a_cpu_that_the_model_does_not_know(complaint, tmp_path, monkeypatch):
     model = estimate.Model("a64fx")
     assert model.version == "40.0"
     with pytest.raises(
-        UnsupportedError, match=r"llvm-mca-40 cannot model a64fx, a newer LLVM may: .*(proc|instr)"
+        UnsupportedError,
+        match=r"llvm-mca-40 cannot model 'a64fx', a newer LLVM may, .*(proc|instr)",
     ) as caught:
         model.cycles(["nop"])
     assert "\n" not in str(caught.value)

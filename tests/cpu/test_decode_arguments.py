@@ -287,10 +287,12 @@ def test_options_have_the_limits_of_attention(option, words):
 def test_arguments_of_another_kind():
     cache = KVCache(B, G, D, 9, "float32")
     ragged, query = [[1], [2, 3]], draw((B, H, 1, D), 1)
+    same = np.zeros((G, 9, D), np.float32)
     for call, words in (
         (lambda: KVCache(B, G, D, 9, isa=["avx2"]), "isa: got ['avx2']"),
         (lambda: cache.tail(0, out=3), "out: got 3; allowed: a pair"),
         (lambda: cache.tail(0, out=()), "out: got (); allowed: a pair"),
+        (lambda: cache.tail(0, out=(same, same)), "out: got two arrays of the same memory"),
         (lambda: cache.step(query, ragged, tokens(1)[1]), "key: got"),
         (lambda: cache.decode(query, scale=np.array("1")), "scale: got array('1'"),
         (lambda: cache.decode(query, softcap=ragged), "softcap: got [[1]"),
@@ -364,7 +366,7 @@ def test_the_tail_that_the_next_token_sees(window):
             for own in (None, 9):
                 for found, right in zip(with_sinks.tail(1, own), (key, value), strict=True):
                     np.testing.assert_array_equal(found, right[1][:, list(seen)])
-    wide, small = np.empty((G, 12, D), np.float32), np.empty((G, 2, D), np.float32)
+    wide, small = np.zeros((G, 12, D), np.float32), np.zeros((G, 2, D), np.float32)
     for out, error, message in (
         ((wide, small), ArgumentError, "out: got room for 2 tokens; allowed: "),
         ((wide, wide[:, :, :3].copy()), ArgumentError, r"out: got shape \(.*3\); allowed"),

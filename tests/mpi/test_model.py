@@ -2,6 +2,7 @@
 
 import pytest
 
+from numflash.errors import ArgumentError
 from numflash.mpi.model import LINKS, Link, Ring
 
 
@@ -13,6 +14,15 @@ def test_hiding_length_is_the_shortest_that_hides(link, precision, causal, rate)
     ring = Ring(rate, link, 32, 8, 128, precision, causal)
     n = ring.hiding_length()
     assert ring.kernel(n) >= ring.exchange(n) and ring.kernel(n - 1) < ring.exchange(n - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("precision", "int4"), ("rate", 0), ("heads", -1), ("head_dim", 0)]
+)
+def test_no_ring(name, wrong):
+    given = {"rate": 1e12, "link": LINKS[0], "heads": 8, "kv_heads": 2, "head_dim": 64}
+    with pytest.raises(ArgumentError, match=f"{name}: got .*allowed"):
+        Ring(**{**given, "precision": "int8", name: wrong})
 
 
 def test_by_hand():
