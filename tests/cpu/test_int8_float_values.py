@@ -69,7 +69,7 @@ def test_float_values_are_those_of_the_integer_model(isa, pv):
     ("isa", "pv"),
     [
         (ISAS[0], "fp32"),
-        (ISAS[0], "bf16"),
+        pytest.param(ISAS[0], "bf16", marks=pytest.mark.slow),
         pytest.param("portable", "fp32", marks=pytest.mark.slow),
     ],
 )
@@ -102,6 +102,7 @@ def naive(p):
     return w @ v, w @ np.abs(v)
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_and_values_are_near_the_exact_ones():
     """By themselves, not by way of the model.
 

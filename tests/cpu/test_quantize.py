@@ -95,7 +95,7 @@ def test_operands_are_those_of_the_general_way(isa, shape):
     check(problem(*arrays, Options(enable_gqa=True, precision="int8")), isa)
 
 
-@pytest.mark.parametrize("pv", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize("pv", ["int8", pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
 def test_threads_change_no_bit(pv):
     """Whole heads on one thread; chunks of rows on two, which three heads do not share evenly."""
     arrays = qkv(**SHAPES["chunks"])
@@ -104,7 +104,7 @@ def test_threads_change_no_bit(pv):
         check(problem(*arrays, Options(precision="int8", pv=pv)), ISAS[0])
 
 
-@pytest.mark.parametrize("pv", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pv", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
 @pytest.mark.parametrize(
     "isa", [*ISAS[:1], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])]
 )

@@ -119,6 +119,7 @@ print(d.cuGraphLaunch(whole, 0x77)[0].name)
 """
 
 
+@pytest.mark.slow
 def test_forward_and_backward_are_captured(driver):  # noqa: F811
     """In each of the three modes.
 
