@@ -162,7 +162,7 @@ def test_the_fastest_is_kept_and_wrong_bits_are_refused(file, monkeypatch, capsy
     monkeypatch.setattr(launch, "run", lambda problem, isa: (np.zeros(3), None))
     with pytest.raises(ArithmeticError, match="has other bits"):
         tune.run(16, 16, measured=1)
-    with pytest.raises(ArgumentError, match="fixed sizes"):
+    with pytest.raises(ArgumentError, match="isa: 'portable' has fixed sizes"):
         tune.run(isa="portable")
 
 

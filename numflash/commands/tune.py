@@ -193,8 +193,9 @@ def _isa(isa: str | None, dtype: str, cpu: str | None, measured: int) -> str:
     else:
         isa = _isa_of(cpu, isa, dtype, measured)
     if isa == "portable":
+        of = "" if cpu is None else f", all that {cpu!r} has for {dtype!r},"
         raise ArgumentError(
-            "isa: 'portable' has fixed sizes; allowed: an instruction set with register tiles"
+            f"isa: 'portable'{of} has fixed sizes; allowed: an instruction set with register tiles"
         )
     return isa
 
