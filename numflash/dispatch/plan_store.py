@@ -105,10 +105,13 @@ runners: PlanCache[Any] = PlanCache()
 gradients: PlanCache[KnownGradients] = PlanCache()
 
 
-def keep_gradients(key: Any, problem: Problem, impl: str) -> None:
-    """Keep what a call of a gradient that has succeeded leaves for the next ones, without its arrays."""
+def keep_gradients(key: Any, problem: Problem, impl: str, plain: bool) -> None:
+    """Keep what a call of a gradient that has succeeded leaves for the next ones, without its arrays.
+
+    plain : no option is a tensor: such calls are equal in all but their operands
+    """
     runner = None
-    if _runs_on_cpu(problem, impl):
+    if plain and _runs_on_cpu(problem, impl):
         from ..cpu import launch_backward
 
         runner = launch_backward.gradient_runner(problem)

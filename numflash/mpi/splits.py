@@ -9,7 +9,7 @@ and of the zigzag variant of ring attention).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import index
@@ -35,6 +35,10 @@ def _count(name: str, n: int, least: int = 0) -> int:
 def _check_tokens(name: str, x: np.ndarray, axis: int, length: int) -> None:
     """Raise unless an array has so many tokens along `axis`."""
     shape = np.shape(x)
+    try:
+        axis = index(axis)
+    except TypeError:
+        raise ArgumentTypeError(f"axis: got {axis!r}; allowed: an integer") from None
     if not -len(shape) <= axis < len(shape) or shape[axis] != length:
         raise ArgumentError(
             f"{name}: got shape {shape}; allowed: {length} tokens along axis {axis}"
@@ -129,15 +133,16 @@ class Split:
         _check_tokens("x", x, axis, self.length)
         return np.take(x, self.indices(rank), axis)
 
-    def join(self, shards: Sequence[np.ndarray], axis: int = -2) -> np.ndarray:
+    def join(self, shards: Iterable[np.ndarray], axis: int = -2) -> np.ndarray:
         """The whole array from the shards of all ranks, in rank order: the inverse of `shard`."""
+        shards = list(shards)
         if len(shards) != self.ranks:
             raise ArgumentError(
                 f"shards: got {len(shards)}; allowed: {self.ranks}, one of each rank"
             )
         for rank, (x, length) in enumerate(zip(shards, self.lengths, strict=True)):
             _check_tokens(f"shards[{rank}]", x, axis, length)
-        return np.take(np.concatenate(list(shards), axis), np.argsort(self.permutation()), axis)
+        return np.take(np.concatenate(shards, axis), np.argsort(self.permutation()), axis)
 
 
 def named_split(name: str, lengths: Sequence[int]) -> Split:

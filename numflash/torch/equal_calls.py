@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import plan_store
+from ..errors import ArgumentError
 from ..interop import device_tensors
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
@@ -92,6 +93,14 @@ def with_tensors(
     return runner.for_options(found), found["sinks"]
 
 
+def check_memory(*tensors: Tensor) -> None:
+    """Raise where the memory of a tensor was freed: `untyped_storage().resize_(0)` leaves its shape."""
+    if any(not x.data_ptr() and x.numel() for x in tensors):
+        raise ArgumentError(
+            "query, key, value: got a tensor whose memory was freed; allowed: tensors that hold their numbers"
+        )
+
+
 def run(
     runner: Any,
     query: Tensor,
@@ -105,6 +114,7 @@ def run(
         out, lse = runner(query, key, value)
         return out, lse
     refuse_after_fork()
+    check_memory(query, key, value)
     rows = query.shape[:3]
     out = query.new_empty((*rows, value.shape[3]), dtype=torch.float32)
     with_lse = with_lse or sinks is not None

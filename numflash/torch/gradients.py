@@ -17,7 +17,7 @@ from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..validation import Problem
 from ..validation.options import Options
 from .batching import one_call
-from .equal_calls import known_call, on_card
+from .equal_calls import check_memory, known_call, on_card
 from .options import (
     GRADIENT_TENSORS,
     LAST,
@@ -95,6 +95,8 @@ def _on_cpu(
     """The gradients of query, key, value and mask, the last of size 0 where it is not wanted."""
     _, query, key, value, _, _ = tensors
     call, known = known_call(plan_store.gradients, query, key, value, options)
+    if call is not None:
+        check_memory(query, key, value)
     taken = known is not None and _are_results(tensors, grad_lse)
     runner = known.runner if known is not None and taken and not of_mask else None
     if runner is not None:
@@ -119,7 +121,7 @@ def _on_cpu(
     with pytorch_threads():
         backends.solve_backward(problem, operands, impl, [array(x) for x in found], scores)
     if call is not None and known is None:
-        plan_store.keep_gradients(call, problem, impl)
+        plan_store.keep_gradients(call, problem, impl, not hold_tensors(options))
     return *(x.to(query.dtype) for x in found), _of_mask(scores, options[MASK], query)
 
 

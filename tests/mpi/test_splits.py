@@ -98,7 +98,8 @@ def test_a_split_that_is_none(chunks):
         (lambda: Split.plain(10, 2).shard(np.zeros((10, 4)), -1), "rank: got -1"),
         (lambda: Split.zigzag(10, 2).shard(np.zeros((12, 4)), 0), r"x: got shape \(12, 4\)"),
         (lambda: Split.plain(10, 2).shard(np.zeros(10), 0), "x: got shape .* along axis -2"),
-        (lambda: Split.plain(10, 2).join([np.zeros((10, 4))]), "shards: got 1; allowed: 2"),
+        (lambda: Split.plain(10, 2).shard(np.zeros((10, 4)), 0, "a"), "axis: got 'a'"),
+        (lambda: Split.plain(10, 2).join(iter([np.zeros((10, 4))])), "shards: got 1; allowed: 2"),
         (
             lambda: Split.plain(10, 2).join([np.zeros((6, 4)), np.zeros((4, 4))]),
             r"shards\[0\]: got shape \(6, 4\); allowed: 5 tokens along axis -2",

@@ -360,6 +360,12 @@ MUTANTS = [
         "tests/pytorch/test_equal_calls.py -k gradients_of_equal",
     ),
     Mutant(
+        "dispatch/plan_store.py",
+        "if plain and _runs_on_cpu(problem, impl):",
+        "if _runs_on_cpu(problem, impl):",
+        "tests/pytorch/test_equal_calls.py -k follow_the_options",
+    ),
+    Mutant(
         "cpu/launch_backward.py",
         "self.plans.get(threads)",
         "next(iter(self.plans.values()), None)",

@@ -261,6 +261,52 @@ def test_what_the_gradients_of_a_card_are_given(monkeypatch, with_lse, equal):
     assert given == ([1, 2, 3, None, 0, 4, 5, last] if equal else [0, 1, 2, 3, 4, 5, last])
 
 
+PADDED = [torch.arange(9) < n for n in (9, 4, 6)]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{"key_lengths": torch.tensor([n])} for n in (9, 3, 5)],
+        [
+            {"key_lengths": torch.tensor([n]), "is_causal": True, "alignment": "lower_right"}
+            for n in (5, 9, 2)
+        ],
+        [{"attn_mask": x[None, None, None]} for x in (*PADDED, torch.arange(9) % 2 == 0)],
+        [{"attn_mask": x[None, None, None].float() - 1} for x in PADDED],
+        [{"alibi_slopes": torch.tensor([x, 1.0])} for x in (0.1, 0.5, 0.0)],
+        [{"sinks": torch.tensor([x, 1.0])} for x in (-1.0, 2.0)],
+    ],
+    ids=lambda calls: "-".join(calls[0]),
+)
+def test_gradients_follow_the_options_tensors(calls):
+    """Of calls that differ in the numbers of their options' tensors alone; the first is the plainest."""
+    plan_store.gradients.plans.clear()
+    given = [torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(1, 2, 9, 16)
+    for options in calls:
+        found = torch.autograd.grad(nt.attention(*given, **options), given, grad)
+        arrays = [x.detach().numpy() for x in (grad, *given)]
+        asked = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+        results = numflash.attention(*arrays[1:], **asked, return_lse=True)
+        want = numflash.attention_backward(*arrays, *results, **asked)
+        for x, y in zip(found, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_memory_that_was_freed_between_the_passes():
+    """FSDP frees parameters so; PyTorch's own attention refuses it, too."""
+    for number in range(3):
+        q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
+        out = nt.attention(q, k, v)
+        if number < 2:
+            out.sum().backward()
+    q.data.untyped_storage().resize_(0)
+    for call in (lambda: out.sum().backward(), lambda: nt.attention(q, k, v)):
+        with pytest.raises(ArgumentError, match="got a tensor whose memory was freed"):
+            call()
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_gradients_of_equal_calls(with_lse, monkeypatch):
     """They follow the tensors and the number of threads; rows that float32 cannot hold are computed
