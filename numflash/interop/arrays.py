@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..errors import ArgumentTypeError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from . import halves
 from .device_tensors import refuse_grad
 
@@ -244,9 +244,8 @@ def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
             raise refuse_grad(name)
         x = x.detach()
     try:
-        if x.dtype is torch.bfloat16:
-            return x.view(torch.int16).numpy().view(np.uint16)
-        return x.numpy()
+        bits = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+        array: np.ndarray = bits.numpy()
     except (TypeError, RuntimeError) as error:
         if x.is_neg():  # dense, but its numbers are not in its memory
             raise ArgumentTypeError(
@@ -255,6 +254,16 @@ def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
         raise ArgumentTypeError(
             f"{name}: got a tensor of {x.dtype}, {x.layout} ({error}); allowed: dense float tensors"
         ) from None
+    check_memory(name, x)
+    return array if bits is x else array.view(np.uint16)
+
+
+def check_memory(name: str, x: Any) -> None:
+    """Raise where a dense tensor's memory was freed: `untyped_storage().resize_(0)` leaves its shape."""
+    if not x.data_ptr() and x.numel():
+        raise ArgumentError(
+            f"{name}: got a tensor whose memory was freed; allowed: a tensor that holds its numbers"
+        )
 
 
 def memory_of(name: str, x: Any) -> np.ndarray:

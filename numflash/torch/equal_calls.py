@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import plan_store
-from ..errors import ArgumentError
 from ..interop import device_tensors
+from ..interop.arrays import check_memory
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
 from ..tiling import PlanCache
@@ -93,12 +93,11 @@ def with_tensors(
     return runner.for_options(found), found["sinks"]
 
 
-def check_memory(*tensors: Tensor) -> None:
-    """Raise where the memory of a tensor was freed: `untyped_storage().resize_(0)` leaves its shape."""
-    if any(not x.data_ptr() and x.numel() for x in tensors):
-        raise ArgumentError(
-            "query, key, value: got a tensor whose memory was freed; allowed: tensors that hold their numbers"
-        )
+def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless these, whose addresses a kernel gets, have memory."""
+    check_memory("query", query)
+    check_memory("key", key)
+    check_memory("value", value)
 
 
 def run(
@@ -114,7 +113,7 @@ def run(
         out, lse = runner(query, key, value)
         return out, lse
     refuse_after_fork()
-    check_memory(query, key, value)
+    check_operands(query, key, value)
     rows = query.shape[:3]
     out = query.new_empty((*rows, value.shape[3]), dtype=torch.float32)
     with_lse = with_lse or sinks is not None

@@ -17,7 +17,7 @@ from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..validation import Problem
 from ..validation.options import Options
 from .batching import one_call
-from .equal_calls import check_memory, known_call, on_card
+from .equal_calls import check_operands, known_call, on_card
 from .options import (
     GRADIENT_TENSORS,
     LAST,
@@ -96,7 +96,7 @@ def _on_cpu(
     _, query, key, value, _, _ = tensors
     call, known = known_call(plan_store.gradients, query, key, value, options)
     if call is not None:
-        check_memory(query, key, value)
+        check_operands(query, key, value)
     taken = known is not None and _are_results(tensors, grad_lse)
     runner = known.runner if known is not None and taken and not of_mask else None
     if runner is not None:

@@ -113,8 +113,8 @@ def scaled_scores(name: str, nv: int):
 def make_backward(name: str):
     """The kernel of one instruction set."""
     isa = FLOAT_ISAS[name]
-    lanes, panel, nv, mr, group = isa.lanes, isa.panel, isa.nv, isa.rows, isa.group
-    unit = isa.unit
+    lanes, panel, unit, nv = isa.lanes, isa.panel, isa.unit, isa.nv
+    mr, group = isa.rows, isa.group
     half = max(1, nv // 2) * lanes
     block_keys = keys_of_block(name)
     operand = F if group == 1 else np.uint16

@@ -43,7 +43,8 @@ class Operands(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Query heads in the layout of the products, float32 or bfloat16 bits, padded with zeros; dQ.
+    """Query heads in the layout of the products, float32 or bfloat16 bits; dQ. Zeros pad the columns, and
+    the rows as far as a register tile reads them.
 
     One for each worker, which prepares one head after the other, or one for each head where several
     workers share its keys.
