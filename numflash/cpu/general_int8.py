@@ -32,6 +32,7 @@ from .int8.first_keys import first_keys, no_first_keys
 from .int8.packing import bfloat16_pairs, float_rows, pack_keys, pack_values
 from .int8.wide_rows import floats_of
 from .isa.isas import VECTOR_ISAS, padded
+from .isa.strided import strided
 from .problem_arrays import edges_and_masks, functions_of, heads
 from .semantics import Semantics
 
@@ -114,7 +115,8 @@ def stream_of(problem: Problem, isa: str) -> int:
 def run_general(
     problem: Problem, isa: str, shaped: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention of operands of all kinds: `shaped`, contiguous (B, H, L, Dv) float32, is written.
+    """Attention of operands of all kinds: `shaped`, (B, H, L, Dv) float32 whose rows are contiguous, is
+    written.
 
     Returns
     -------
@@ -124,10 +126,9 @@ def run_general(
         problem = quantize_problem(problem)
     isa, tile_rows = chosen(isa)
     operands, most = from_integers(problem, isa)
-    nb, nh, nkv, length, s, _, dv = problem.shape
+    nb, nh, nkv, length, s, _, _ = problem.shape
     options = semantics(problem, most >= MOST, cap_shift(problem) if problem.softcap else None)
     n = nb * nh
-    out = shaped.reshape(n, length, dv)
     m = fresh((n, length), np.int32)
     l = fresh((n, length), F)
     if isa == "portable":
@@ -142,7 +143,7 @@ def run_general(
         options,
         Sizes(nh, nkv, s, numba.get_num_threads(), stream),
         np.zeros(1, np.int64),
-        Results(out, m, l),
+        Results(strided(shaped), m, l),
     )
     if not problem.return_lse and problem.sinks is None:
         return shaped, None

@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from ..interop.arrays import address, carray, to_float32
+from ..interop.arrays import address, to_float32
 from ..jit import target
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, placed, scratch
@@ -18,14 +18,15 @@ from ..jit.threads import restoring_threads
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
-from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, Numbers, addresses, make_call
+from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, STRIDES, Numbers, addresses, make_call
 from .floats.few_rows import make_few_call
 from .floats.flash_rows import LOWEST, Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
-from .floats.float_packing import MANY_ROWS, on_lines
+from .floats.float_packing import MANY_ROWS
 from .isa.isas import padded
+from .isa.strided import rows_of, strides_of
 from .plan import KernelPlan
-from .problem_arrays import at_address, heads, seen_keys, semantics
+from .problem_arrays import at_address, heads, in_place, seen_keys, semantics
 from .semantics import OPTION_NUMBERS, Semantics, option_numbers
 
 F = np.float32
@@ -83,7 +84,8 @@ class FloatPlan(KernelPlan):
     Attributes
     ----------
     operand : dtype of the arrays that a call takes: float32, or uint16 (the bits of bfloat16)
-    takes : "float32" or "bfloat16" where contiguous arrays of that are what `run` takes, as they are
+    takes : "float32" or "bfloat16" where arrays of that, whose rows are contiguous, are what `run` takes
+    in_place : V is read where it is, and has to be contiguous
     """
 
     def __init__(self, problem: Problem, isa: str) -> None:
@@ -99,16 +101,16 @@ class FloatPlan(KernelPlan):
         words = padded(d, tiles.step) * self.operand.itemsize // 4
         panels, value_rows = self._packed(int(seen_keys(problem).max(initial=0)))
         columns = padded(dv, tiles.lanes)
-        in_place = self.kind == "float32" and columns == dv
         packed = 0 if parts else n_kv
-        self.on_lines = in_place and not parts and length * nh // nkv >= MANY_ROWS
-        self.takes = None if self.on_lines or d % self.step else self.kind
+        contiguous = problem.value.flags.c_contiguous and length * nh // nkv < MANY_ROWS
+        self.in_place = not parts and contiguous and self.kind == "float32" and columns == dv
+        self.takes = None if d % self.step else self.kind
         self.layout = Layout()
         places = self.layout.add_all(
             packed_keys=packed * panels * tiles.panel * words * 4,
             magnitudes=packed * panels * 4,
             limits=packed * 4,
-            packed_values=0 if in_place else packed * value_rows * columns * 4,
+            packed_values=0 if self.in_place else packed * value_rows * columns * 4,
             redo=n * length,
             counter=2 * 8,
             states=n * length * parts * (dv + 2) * 4,
@@ -125,15 +127,19 @@ class FloatPlan(KernelPlan):
             block_q=block_q,
             parts=parts,
             stops=0,
-            **places,
+            **(dict.fromkeys(Numbers._fields[STRIDES], 0) | places),
         )
         self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
+        shapes = (nb, nh, length, d), (nb, nkv, s, padded(d, self.step)), (nb, nkv, s, dv)
+        size = self.operand.itemsize
+        steps = [step for x in shapes for step in strides_of(x, size)]
+        self.numbers[STRIDES] = *steps, *strides_of((nb, nh, length, dv), F().itemsize)
         self.set_options()
         self.factors = np.array((problem.scale * LOG2E, self.options.softcap), np.float64)
         self.call = (
             make_few_call(FEW_ROWS_BY[self.isa], self.kind)
             if parts
-            else make_call(isa, self.kind, in_place, *changed)
+            else make_call(isa, self.kind, not self.in_place, *changed)
         )
 
     def _packed(self, seen: int) -> tuple[int, int]:
@@ -169,49 +175,65 @@ class FloatPlan(KernelPlan):
         """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) arrays of the problem's storage as `run`
         takes them.
         """
-        contiguous = to_float32 if self.operand == F else carray
-        q, k, v = contiguous(query), contiguous(key), contiguous(value)
+        q, k, v = (rows_of(x, self.operand) for x in (query, key, value))
         if key.shape[3] % self.step:
             k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
-        return q, k, on_lines(v) if self.on_lines else v
+        return q, k, np.ascontiguousarray(v) if self.in_place else v
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
     ) -> None:
-        """Attend contiguous operands. out (..., Dv) and lse (...), contiguous float32, are written.
+        """Attend what `operands` gives. out (B, H, L, Dv) float32 whose rows are contiguous, and lse (B,
+        H, L), contiguous float32, are written.
 
         None for no lse.
         """
-        q_at, k_at, v_at, out_at, lse_at = addresses(q, k, v, out, out if lse is None else lse)
-        self.run_at(q_at, k_at, v_at, out_at, lse_at, lse is not None)
+        arrays = q, k, v, out
+        last = out if lse is None else lse
+        if all(x.flags.c_contiguous for x in arrays):
+            *places, lse_at = addresses(*arrays, last)
+            strides: tuple[int, ...] = ()
+        else:
+            places, lse_at = [x.ctypes.data for x in arrays], last.ctypes.data
+            strides = tuple(step for x in arrays for step in x.strides[:3])
+        self.run_at((*places, lse_at), lse is not None, strides)
 
-    def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
-        """The same for addresses."""
+    def run_at(
+        self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
+    ) -> None:
+        """The same for addresses of q, k, v, out and lse.
+
+        strides : bytes from one batch entry, head and row of q, k, v and out to the next; of contiguous
+            arrays unless given
+        """
+        numbers = self.numbers
+        if strides:
+            numbers = numbers.copy()
+            numbers[STRIDES] = strides
+        *arrays, lse = places
         with scratch.take(self.layout.nbytes) as room:
-            at, numbers = room.address, placed(self.numbers, PLACES, self.layout, room)
+            at, numbers = room.address, placed(numbers, PLACES, self.layout, room)
             lse = lse if with_lse else at + int(numbers[LSE])
-            if restoring_threads(self.call, q, k, v, out, lse, at, numbers, self.factors):
-                self.rescue(q, k, v, out, lse, at + int(numbers[REDO]))
+            if restoring_threads(self.call, *arrays, lse, at, numbers, self.factors):
+                self.rescue(arrays, numbers[STRIDES].tolist(), lse, at + int(numbers[REDO]))
 
-    def rescue(self, q: int, k: int, v: int, out: int, lse: int, redo: int) -> None:
+    def rescue(self, places: list[int], strides: list[int], lse: int, redo: int) -> None:
         """Do the rows that float32 cannot hold again in float64.
 
         `redo` is the address of their flags.
         """
         nb, nh, nkv, length, s, d, dv = self.shape
-        kind = self.operand.str
-        width = padded(d, self.step)
-        problem = self.problem.with_operands(
-            query=at_address(q, (nb, nh, length, d), kind),
-            key=at_address(k, (nb, nkv, s, width), kind)[..., :d],
-            value=at_address(v, (nb, nkv, s, dv), kind),
-        )
+        shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv), (nb, nh, length, dv)
+        kinds = *(self.operand.str,) * 3, "=f4"
+        steps = [tuple(strides[n : n + 3]) for n in range(0, len(strides), 3)]
+        given = zip(places, shapes, kinds, steps, strict=True)
+        *operands, out = (in_place(at, shape, kind, step) for at, shape, kind, step in given)
+        problem = self.problem.with_operands(*operands)
         todo = np.flatnonzero(at_address(redo, (nb * nh * length,), "|u1"))
-        to = (
-            at_address(out, (nb * nh, length, dv), "=f4"),
-            at_address(lse, (nb * nh, length), "=f4"),
-        )
+        rows = np.ascontiguousarray(out)
+        to = heads(rows), at_address(lse, (nb * nh, length), "=f4")
         run_rows(problem, semantics(problem, double=True), True, todo, *to)
+        out[...] = rows
 
 
 def isa_of(problem: Problem, isa: str | None = None) -> str:

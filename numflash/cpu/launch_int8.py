@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ..interop.arrays import ArrayInterface
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, placed, scratch
 from ..jit.threads import restoring_threads
@@ -24,13 +23,13 @@ from ..validation import Problem
 from .floats.call import addresses
 from .general_int8 import run_general, semantics, stream_of
 from .int8.call import NUMBERS, PLACES, STRIDES, Numbers, make_float_call, make_ready_call
-from .int8.quantize import rows_of
 from .int8.quantize_rows import LANES
 from .int8.quantize_values import value_type
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
+from .isa.strided import rows_of, strides_of
 from .launch_float import Results
 from .plan import KernelPlan
-from .problem_arrays import at_address, seen_keys
+from .problem_arrays import at_address, in_place, seen_keys
 from .semantics import OPTION_NUMBERS, option_numbers
 
 F = np.float32
@@ -105,7 +104,8 @@ class Int8Plan(KernelPlan):
         )
         self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
         size = self.operand.itemsize
-        self.numbers[STRIDES] = [step for x in self.shapes() for step in strides_of(x, size)]
+        steps = [step for x in self.shapes() for step in strides_of(x, size)]
+        self.numbers[STRIDES] = *steps, *strides_of((nb, nh, length, dv), F().itemsize)
         self.set_options()
         unit = score_unit(problem.scale, problem.softcap)
         self.factors = np.array((unit, self.options.softcap), np.float64)
@@ -136,29 +136,41 @@ class Int8Plan(KernelPlan):
         self, query: np.ndarray, key: np.ndarray, value: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) float arrays as `run` takes them."""
-        return rows_of(query), rows_of(key), rows_of(value)
+        q, k, v = (rows_of(x, self.operand) for x in (query, key, value))
+        return q, k, v
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
     ) -> None:
-        """Attend float operands whose rows are contiguous. out (B, H, L, Dv) and lse (B, H, L),
-        contiguous float32, are written.
+        """Attend float operands whose rows are contiguous. out (B, H, L, Dv) float32, likewise, and lse
+        (B, H, L), contiguous float32, are written.
 
         None for no lse.
         """
-        numbers = self.numbers
-        if not (q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous):
-            numbers = numbers.copy()
-            numbers[STRIDES] = [step for x in (q, k, v) for step in x.strides[:3]]
-            at = [x.ctypes.data for x in (q, k, v)]
-            _, _, _, out_at, lse_at = addresses(out, out, out, out, out if lse is None else lse)
+        arrays = q, k, v, out
+        last = out if lse is None else lse
+        if all(x.flags.c_contiguous for x in arrays):
+            places: tuple[int, ...] = addresses(*arrays, last)
+            strides: tuple[int, ...] = ()
         else:
-            *at, out_at, lse_at = addresses(q, k, v, out, out if lse is None else lse)
-        self._run(tuple(at), numbers, out_at, 0 if lse is None else lse_at)
+            places = tuple(x.ctypes.data for x in (*arrays, last))
+            strides = tuple(step for x in arrays for step in x.strides[:3])
+        self.run_at(places, lse is not None, strides)
 
-    def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
-        """The same for addresses of contiguous arrays."""
-        self._run((q, k, v), self.numbers, out, lse if with_lse else 0)
+    def run_at(
+        self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
+    ) -> None:
+        """The same for addresses of q, k, v, out and lse.
+
+        strides : bytes from one batch entry, head and row of q, k, v and out to the next; of contiguous
+            arrays unless given
+        """
+        numbers = self.numbers
+        if strides:
+            numbers = numbers.copy()
+            numbers[STRIDES] = strides
+        *operands, out, lse = places
+        self._run(tuple(operands), numbers, out, lse if with_lse else 0)
 
     def run_ready(
         self,
@@ -215,27 +227,17 @@ class Int8Plan(KernelPlan):
     def _run_general(
         self, operands: Sequence[int], numbers: np.ndarray, out: int, lse: int, ready: Any
     ) -> None:
+        nb, nh, _, length, _, _, dv = self.shape
+        *steps, of_out = map(tuple, numbers[STRIDES].reshape(4, 3).tolist())
         if ready is None:
-            steps = numbers[STRIDES].reshape(3, 3).tolist()
-            kind = self.operand
-            ready = (
-                np.asarray(ArrayInterface(at, shape, (*step, kind.itemsize), kind.str))
-                for at, shape, step in zip(operands, self.shapes(), steps, strict=True)
-            )
+            given = zip(operands, self.shapes(), steps, strict=True)
+            ready = (in_place(at, shape, self.operand.str, step) for at, shape, step in given)
         query, key, value = ready
         problem = self.problem.with_operands(query, key, value)
-        nb, nh, _, length, _, _, dv = self.shape
-        to = at_address(out, (nb, nh, length, dv), "=f4")
+        to = in_place(out, (nb, nh, length, dv), "=f4", of_out)
         _, found = run_general(problem, self.isa, to)
         if lse:
             at_address(lse, (nb, nh, length), "=f4")[...] = found
-
-
-def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
-    """Bytes from one batch entry, head and row of a contiguous array to the next."""
-    _, heads, rows, columns = shape
-    row = columns * itemsize
-    return heads * rows * row, rows * row, row
 
 
 def is_plain(problem: Problem, isa: str) -> bool:

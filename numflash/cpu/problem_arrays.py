@@ -106,3 +106,11 @@ def heads(x: np.ndarray) -> np.ndarray:
 def at_address(address: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
     """The array at an address."""
     return np.asarray(ArrayInterface(address, shape, None, typestr))
+
+
+def in_place(
+    address: int, shape: tuple[int, ...], typestr: str, steps: tuple[int, ...]
+) -> np.ndarray:
+    """The (B, H, L, D) array at an address, `steps` bytes from one batch, head and row to the next."""
+    whole = *steps, np.dtype(typestr).itemsize
+    return np.asarray(ArrayInterface(address, shape, whole, typestr))

@@ -23,6 +23,7 @@ from ..cpu.int8.packing import PackedKeys
 from ..cpu.isa import fexpa
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..cpu.isa.operands import Packed, Rows, Scales
+from ..cpu.isa.strided import Strided
 from ..cpu.semantics import Semantics, no_tiles
 from ..jit.memory import array_at
 from ..numerics import scores as score_rules
@@ -229,6 +230,7 @@ def _attention(isa_name: str) -> Any:
             array_at(key_scale, (kv_heads, all_keys), np.float32),
             array_at(bad, (kv_heads, all_keys // KEY_BLOCK), np.uint8),
         )
+        row = value_dim * 4
         counter = np.zeros(1, np.int64)
         lengths = np.zeros(1, np.int64)
         lengths[0] = keys
@@ -268,7 +270,7 @@ def _attention(isa_name: str) -> Any:
             Sizes(heads, kv_heads, keys, 1, 0),
             counter,
             Results(
-                array_at(out, (heads, length, value_dim), np.float32),
+                Strided(out, 0, length * row, row, heads, length, value_dim),
                 array_at(m, (heads, length), np.int32),
                 array_at(l, (heads, length), np.float32),
             ),

@@ -14,9 +14,11 @@ from ..cpu.floats import flash_rows, float_state
 from ..cpu.int8 import arguments as int8_arguments
 from ..cpu.int8.first_keys import FirstKeys
 from ..cpu.int8.packing import PackedKeys
+from ..cpu.isa.strided import Strided
 from ..cpu.semantics import ScoreTiles, Semantics
 
 INT, FLOAT, FLAG = types.int64, types.float32, types.boolean
+ROWS_IN_PLACE = containers.NamedUniTuple(INT, len(Strided._fields), Strided)
 # what a cache stores -> an element of it, and of the tokens that are appended
 STORED = {
     "int8": ("int8", "float32"),
@@ -57,7 +59,7 @@ def attend_int8(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
     first = array("int16", 3), array("float32", 2), array("float32", 3), INT
     f2 = array("float32", 2)
     x = array("int8", 3), f2, keys, values, containers.NamedTuple(first, FirstKeys), f2
-    results = array("float32", 3), array("int32", 2), f2
+    results = ROWS_IN_PLACE, array("int32", 2), f2
     return (
         containers.NamedTuple(x, int8_arguments.Operands),
         semantics(),
@@ -70,9 +72,8 @@ def attend_int8(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
 def attend_floats(kind: str) -> tuple[Any, ...]:
     """The fused float kernel of packed operands: `make_attend` of `cpu.floats.flash_float`."""
     element = "float32" if kind == "float32" else "uint16"
-    rows, f2 = array(element, 3), array("float32", 2)
-    x = rows, array(element, 2), array("float32", 1), array(element, 2)
-    results = array("float32", 3), f2, array("uint8", 2)
+    x = ROWS_IN_PLACE, array(element, 2), array("float32", 1), array(element, 2)
+    results = ROWS_IN_PLACE, array("float32", 2), array("uint8", 2)
     return (
         containers.NamedTuple(x, float_state.Operands),
         containers.NamedTuple(results, float_state.Results),

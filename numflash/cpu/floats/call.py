@@ -18,6 +18,7 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.memory import array_at, reinterpret, unpacked
 from ...jit.parallel import limit_threads, use_threads
+from ..isa.strided import Strided
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
 from .float_isas import FLOAT_ISAS
@@ -46,6 +47,18 @@ class Numbers(NamedTuple):
     workers: int  # at most
     block_q: int  # at most
     parts: int  # of the keys where rows are few (`few_rows`), 0 where keys are packed
+    q_batch: int  # from here on bytes from one batch, head and row to the next
+    q_head: int
+    q_row: int
+    k_batch: int
+    k_head: int
+    k_row: int
+    v_batch: int
+    v_head: int
+    v_row: int
+    out_batch: int
+    out_head: int
+    out_row: int
     packed_keys: int  # from here on bytes from the start of scratch memory
     magnitudes: int
     limits: int
@@ -67,6 +80,7 @@ class Factors(NamedTuple):
 
 REDO = Numbers._fields.index("redo")
 LSE = Numbers._fields.index("lse")
+STRIDES = slice(Numbers._fields.index("q_batch"), Numbers._fields.index("packed_keys"))
 PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("stops"))
 NUMBERS = len(Numbers._fields)
 FACTORS = len(Factors._fields)
@@ -76,6 +90,17 @@ FACTORS = len(Factors._fields)
 def addresses(q, k, v, out, lse):
     """Addresses of five arrays; NumPy takes ten times as long to give them."""
     return q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, lse.ctypes.data
+
+
+@bare
+def in_place(p, q_at, k_at, v_at, out_at, width):
+    """Q, K and V, whose rows K has `width` numbers in, and the result, where they are."""
+    return (
+        Strided(q_at, p.q_batch, p.q_head, p.q_row, p.heads, p.length, p.head_dim),
+        Strided(k_at, p.k_batch, p.k_head, p.k_row, p.kv_heads, p.keys, width),
+        Strided(v_at, p.v_batch, p.v_head, p.v_row, p.kv_heads, p.keys, p.value_dim),
+        Strided(out_at, p.out_batch, p.out_head, p.out_row, p.heads, p.length, p.value_dim),
+    )
 
 
 @bare
@@ -93,14 +118,14 @@ def rows_per_task(block_q, mr, n, length, workers):
 
 
 @functools.cache
-def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callable[..., bool]:
+def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable[..., bool]:
     """call(q, k, v, out, lse, room, numbers, factors) -> whether a row is to be done again in
     float64.
 
     q, k, v, out, lse, room : addresses of q (B, H, L, D), k (B, Hkv, S, whole words) and v (B, Hkv,
-        S, Dv), contiguous operands;
+        S, Dv), operands whose rows are contiguous;
         of out (B, H, L, Dv) and lse (B, H, L) float32; of scratch memory
-    in_place : V is read where it is, not packed
+    packed : V is packed, not read where it is: there it has to be contiguous
     key_block : keys of a block, 0 for the tiling's
     """
     tiles = FLOAT_ISAS[isa]
@@ -108,7 +133,6 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
     group = tiles.group
     rows_of_tile = tiles.rows
     operand: type[np.generic] = np.float32 if group == 1 else np.uint16
-    element: type[np.generic] = np.uint32 if group == 1 else np.uint16
     pack_keys = make_pack_keys(tiles.square, panel, tiles.unit, group)
     attend = make_attend(isa, kind, key_block) if key_block else make_attend(isa, kind)
     pack_values = pack_columns if group == 1 else pack_pairs
@@ -125,11 +149,10 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
         counter[0] = 0
         counter[1] = 0
         stops = array_at(p.stops, (p.batch,), np.int64)
-        packed = array_at(room + p.packed_keys, (n_kv, p.panels * panel * p.words), np.uint32)
+        q, k, v, out = in_place(p, q_at, k_at, v_at, out_at, p.words)
+        keys = array_at(room + p.packed_keys, (n_kv, p.panels * panel * p.words), np.uint32)
         magnitudes = array_at(room + p.magnitudes, (n_kv, p.panels), np.uint32)
-        source = array_at(k_at, (n_kv * p.keys * p.words,), np.uint32)
-        sizes = (p.kv_heads, p.keys, p.words)
-        pack_keys(source, stops, sizes, packed.reshape(packed.size), magnitudes)
+        pack_keys(k, stops, keys.reshape(keys.size), magnitudes)
         limits = array_at(room + p.limits, (n_kv,), np.float32)
         largest = reinterpret(magnitudes, np.float32)
         for i in range(n_kv):
@@ -137,22 +160,16 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
                 magnitudes[i, 0] = max(magnitudes[i, 0], magnitudes[i, j])
             products = np.float64(largest[i, 0]) * p.head_dim * max(1.0, abs(f.scale))
             limits[i] = F(LARGEST / products)
-        if in_place:
-            values = array_at(v_at, (n_kv, p.keys * p.value_dim), operand)
-        else:
+        if packed:
             rows_of_v = array_at(room + p.packed_values, (n_kv, p.value_rows, p.columns), np.uint32)
-            v = array_at(v_at, (p.batch, p.kv_heads, p.keys, p.value_dim), element)
             pack_values(v, stops, rows_of_v)
             values = reinterpret(rows_of_v.reshape(n_kv, p.value_rows * p.columns), operand)
+        else:
+            values = array_at(v_at, (n_kv, p.keys * p.value_dim), operand)
         semantics = semantics_at(o, f.softcap, False)
-        operands = Operands(
-            array_at(q_at, (n, p.length, p.head_dim), operand),
-            reinterpret(packed, operand),
-            limits,
-            values,
-        )
+        operands = Operands(q, reinterpret(keys, operand), limits, values)
         results = Results(
-            array_at(out_at, (n, p.length, p.value_dim), np.float32),
+            out,
             array_at(lse_at, (n, p.length), np.float32),
             array_at(room + p.redo, (n, p.length), np.uint8),
         )

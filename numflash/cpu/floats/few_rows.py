@@ -18,10 +18,11 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import inline, kernel
+from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import array_at, uncleared, unpacked, zeros
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.fixedpoint import LN2
+from ..isa.strided import Strided, row_at
 from ..isa.vectors import (
     F32,
     I16,
@@ -38,7 +39,7 @@ from ..isa.vectors import (
 )
 from ..semantics import OPTION_NUMBERS, OptionNumbers, Semantics, seen_range, semantics_at
 from . import float_rows
-from .call import FACTORS, NUMBERS, Factors, Numbers
+from .call import FACTORS, NUMBERS, Factors, Numbers, in_place
 from .flash_rows import LARGEST, LOWEST, option_changes, row_functions
 from .float_isas import FLOAT_ISAS
 
@@ -52,26 +53,22 @@ F = np.float32
 class Few(NamedTuple):
     """What the kernel reads and writes.
 
-    q, k, v : addresses of (B * Hkv, rows, D), (B * Hkv, S, D) and (B * Hkv, S, Dv), float32 or bfloat16;
-        rows those of all heads of a group
+    q, k, v : (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), float32 or bfloat16
     scale : of the scores, in units of log2
-    out : (B * Hkv, parts, rows, Dv) float32 sums of weights times values;  m, l : (B * Hkv, parts,
+    out : (B * Hkv, parts, rows, Dv) float32 sums of weights times values, of the rows of all heads of
+        a group;  m, l : (B * Hkv, parts,
         rows) float32 maxima and sums of weights;  spoiled : uint8, 1 for scores that are not finite
     """
 
-    q: int
-    k: int
-    v: int
+    q: Strided
+    k: Strided
+    v: Strided
     scale: float
     semantics: Semantics
     out: np.ndarray
     m: np.ndarray
     l: np.ndarray
     spoiled: np.ndarray
-    kv_heads: int
-    length: int
-    keys: int
-    head_dim: int
 
 
 def _floats(b, isa, kind: str, base, element):
@@ -169,6 +166,13 @@ def add_values(name: str, kind: str, rows: int, width: int):
     return add
 
 
+@bare
+def row_of(x, few, n, r):
+    """Address of row r of those of KV head n, in the queries or the result."""
+    group = few.q.heads // few.k.heads
+    return row_at(x, n * group + r // x.length, r % x.length)
+
+
 @functools.cache
 def make_work(name: str, kind: str):
     """work(task, few): the states of one part of the keys of one KV head."""
@@ -189,13 +193,13 @@ def make_work(name: str, kind: str):
     @inline
     def block_scores(few, n, first, count, x):
         """x = Q.K^T of all rows for `count` keys from `first` on, a vector's lanes of keys at a time."""
-        rows, row = few.out.shape[2], few.head_dim * size
-        keys, q = few.k + (n * few.keys + first) * row, few.q + n * rows * row
+        rows, q, row = few.out.shape[2], few.q, few.k.row
+        keys = row_at(few.k, n, first)
         for c in range(0, count, lanes):
             here, there, to = keys + c * row, min(lanes, count - c), address(x) + c * 4
-            first_scores(here, row, there, few.head_dim, q, to)
+            first_scores(here, row, there, q.d, row_of(q, few, n, 0), to)
             for r in range(1, rows):
-                scores_of(here, row, there, few.head_dim, q + r * row, to + r * KEYS * 4)
+                scores_of(here, row, there, q.d, row_of(q, few, n, r), to + r * KEYS * 4)
 
     @inline
     def changed(few, b, h, i, first, x, at, count):
@@ -234,8 +238,8 @@ def make_work(name: str, kind: str):
     def block_values(few, n, first, count, x, o):
         """O += P.V of all rows, two rows at a time, WIDE vectors of columns at a time."""
         rows, dv = few.out.shape[2], few.out.shape[3]
-        row, sums = dv * size, dv * 4
-        v = few.v + (n * few.keys + first) * row
+        row, sums = few.v.row, dv * 4
+        v = row_at(few.v, n, first)
         r = 0
         while r < rows:
             two = r + 1 < rows
@@ -257,11 +261,12 @@ def make_work(name: str, kind: str):
     @inline
     def edges(few, n, rows, lo, hi):
         """The first key that each row sees and the key after its last one; those of all rows."""
-        group, b = rows // few.length, n // few.kv_heads
-        first, stop = few.keys, 0
+        kv_heads, length, keys = few.k.heads, few.q.length, few.k.length
+        group, b = rows // length, n // kv_heads
+        first, stop = keys, 0
         for r in range(rows):
-            h = n % few.kv_heads * group + r // few.length
-            lo[r], hi[r] = seen_range(few.semantics, b, h, r % few.length, few.keys)
+            h = n % kv_heads * group + r // length
+            lo[r], hi[r] = seen_range(few.semantics, b, h, r % length, keys)
             if lo[r] < hi[r]:
                 first, stop = min(first, lo[r]), max(stop, hi[r])
         return first, max(first, stop)
@@ -269,14 +274,14 @@ def make_work(name: str, kind: str):
     @inline
     def block_rows(few, n, first, count, lo, hi, x, m, l, o, spoiled):
         """The weights of all rows for a block; False if none of them sees any of its keys."""
-        rows, b = few.out.shape[2], n // few.kv_heads
-        group, vectors = rows // few.length, (count + lanes - 1) // lanes
+        rows, length, kv_heads = few.out.shape[2], few.q.length, few.k.heads
+        b, group, vectors = n // kv_heads, rows // length, (count + lanes - 1) // lanes
         any_seen = False
         for r in range(rows):
-            at, h = r * KEYS, n % few.kv_heads * group + r // few.length
+            at, h = r * KEYS, n % kv_heads * group + r // length
             if times(x, at, vectors, few.scale, x, at):
                 spoiled[r] = np.uint8(1)
-            there = changed(few, b, h, r % few.length, first, x, at, count)
+            there = changed(few, b, h, r % length, first, x, at, count)
             seen, seen_stop = max(lo[r] - first, 0), min(hi[r] - first, count)
             if not there:
                 seen_stop = seen
@@ -364,23 +369,19 @@ def make_few_call(name: str, kind: str):
         heads, rows = p.batch * p.kv_heads, p.heads // p.kv_heads * p.length
         states = room + p.states
         sums = heads * p.parts * rows
+        q, k, v, out = in_place(p, q_at, k_at, v_at, out_at, p.head_dim)
         few = Few(
-            q_at,
-            k_at,
-            v_at,
+            q,
+            k,
+            v,
             F(f.scale),
             semantics,
             array_at(states, (heads, p.parts, rows, p.value_dim), np.float32),
             array_at(states + sums * p.value_dim * 4, (heads, p.parts, rows), np.float32),
             array_at(states + sums * (p.value_dim + 1) * 4, (heads, p.parts, rows), np.float32),
             array_at(room + p.spoiled, (heads, p.parts, rows), np.uint8),
-            p.kv_heads,
-            p.length,
-            p.keys,
-            p.head_dim,
         )
         over_tasks(work, heads * p.parts, (few,))
-        out = array_at(out_at, (heads, rows, p.value_dim), np.float32)
         lse = array_at(lse_at, (heads, rows), np.float32)
         redo = array_at(room + p.redo, (heads, rows), np.uint8)
         # a row of nothing may have scores that options have put beyond float32
@@ -389,7 +390,8 @@ def make_few_call(name: str, kind: str):
         some = False
         for n in range(heads):
             for r in range(rows):
-                lse[n, r], again = finish(few, n, r, out[n, r], uncertain)
+                result = array_at(row_of(out, few, n, r), (out.d,), np.float32)
+                lse[n, r], again = finish(few, n, r, result, uncertain)
                 redo[n, r] = again
                 some |= again
         if p.workers < threads:

@@ -36,7 +36,8 @@ from ...jit.memory import LINE, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
-from ..isa.vectors import address, next_task, prefetch_written
+from ..isa.strided import row_at
+from ..isa.vectors import next_task, prefetch_written
 from ..semantics import Dense
 from . import float_tiles as tiles
 from .float_isas import FLOAT_ISAS
@@ -69,7 +70,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     value1, value2, value4 = (tiles.value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     half = max(1, nv // 2) * lanes
     begin_tiles, end_tiles = tile_state(name)
-    operand = np.float32 if group == 1 else np.uint16
+    operand, size = (np.float32, 4) if group == 1 else (np.uint16, 2)
     group_spans = make_group_spans(name, key_block)
     group_weights = make_group_weights(name, key_block)
     load_tile, store_rows = make_query_rows(name)
@@ -128,7 +129,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     @bare
     def run_tiles(x, results, c, semantics, sizes, counter, state, dense):
         """Query tiles, as long as there are any: the loop of this file's description."""
-        n_heads, length, _ = x.q.shape
+        n_heads, length = results.lse.shape
         tiles = (length + sizes.block_q - 1) // sizes.block_q
         shifted = semantics.has_bias or semantics.slopes.size > 0
         s = sizes.keys
@@ -143,10 +144,11 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             tile = Tile(n, b, h, row, min(sizes.block_q, length - row))
             limit = reinterpret(x.limits, np.uint32)[n_kv]
             first, stop = load_tile(x.q, limit, semantics, tile, s, state)
-            ask_for_rows(x.q, n, row - sizes.workers * sizes.block_q, sizes.block_q)
-            own = results.out[n, row]  # a store waits for its cache line, too
-            for line in range(0, tile.real * own.size * 4, LINE):
-                prefetch_written(address(own) + line)
+            before = row - sizes.workers * sizes.block_q
+            ask_for_rows(x.q, n, before, sizes.block_q, x.q.d * size)
+            for i in range(row, row + tile.real):  # a store waits for its cache line, too
+                for line in range(0, results.out.d * 4, LINE):
+                    prefetch_written(row_at(results.out, n, i) + line)
             for block in range(first // key_block * key_block, stop, key_block):
                 group_spans(semantics, dense, state, tile, block, s)
                 block_scores(state, tile, x.keys[n_kv], block, stop)
@@ -162,7 +164,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     @inline
     def work(_, x, results, c, semantics, sizes, counter):
         """One worker."""
-        stride, block_q = (x.q.shape[2] + step - 1) // step * step, sizes.block_q
+        stride, block_q = (x.q.d + step - 1) // step * step, sizes.block_q
         scores = uncleared((block_q * key_block,), np.float32, "float scores")
         state = State(
             zeros((block_q, stride), operand, "float query tile"),

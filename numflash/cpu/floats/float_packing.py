@@ -1,8 +1,8 @@
 """Packed operands of the floating-point kernels.
 
 K, per head: [panel][word][key in panel], words of 32 bits: one float32, or two bfloat16 channels
-(the pair of one dot product). V, per head: [key][column] float32, in place where its rows are whole
-vectors; bfloat16 as [key pair][column][2 keys]. Columns are padded to whole vectors with zeros. Keys
+(the pair of one dot product). V, per head: [key][column] float32, in place where it is contiguous and
+its rows are whole vectors; bfloat16 as [key pair][column][2 keys]. Columns are padded to whole vectors with zeros. Keys
 that no row can see are not packed: as far as a tile of scores reads beyond the last key, it gets that
 key again.
 """
@@ -14,23 +14,15 @@ import functools
 import numpy as np
 
 from ...jit.compiler import bare, separate
-from ...jit.memory import LINE, empty
+from ...jit.memory import array_at
 from ...jit.parallel import over_tasks
+from ..isa.strided import row_at
 from ..isa.transpose import transpose
 
 U = np.uint32
 INFINITY = U(0x7F800000)
 ROWS = 32  # of packed V that a task writes
 MANY_ROWS = 2048  # so many queries pay for moving V to cache lines: fewer vectors of it are split
-
-
-def on_lines(x: np.ndarray) -> np.ndarray:
-    """A contiguous array that begins on a cache line: x itself where it does."""
-    if x.flags.c_contiguous and x.ctypes.data % LINE == 0:
-        return x
-    out = empty(x.shape, x.dtype)
-    out[...] = x
-    return out
 
 
 @bare
@@ -55,47 +47,57 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
     square, last_square = transpose(side), transpose(side, partial=True)
 
     @bare
-    def pack_panel(task, k, stops, sizes, out, most):
-        nh, length, words = sizes
+    def largest_of(k, n, first, count):
+        """`largest` of keys `first` to first + count - 1; contiguous rows are one long row."""
+        whole = k.row == k.d * 4
+        rows, words = (1, count * k.d) if whole else (count, k.d)
+        top = U(0)
+        for r in range(rows):
+            top = max(top, largest(array_at(row_at(k, n, first + r), (words,), U), group))
+        return top
+
+    @bare
+    def pack_panel(task, k, stops, out, most):
         n, p = task // most.shape[1], task % most.shape[1]
-        first = p * panel
-        count = max(0, min(panel, stops[n // nh] - first))
-        source, target = (n * length + first) * words, task * panel * words
-        most[n, p] = largest(k[source : source + count * words], group)
+        first, words, stride = p * panel, k.d, k.row // 4
+        count = max(0, min(panel, stops[n // k.heads] - first))
+        source, target = array_at(row_at(k, n, first), (count * words,), U), task * panel * words
+        most[n, p] = largest_of(k, n, first, count)
         whole, columns = count // side * side, words // side * side
         end = (count + unit - 1) // unit * unit
         for c in range(0, whole, side):
             for e in range(0, columns, side):
-                square(k, source + c * words + e, words, out, target + e * panel + c, panel)
+                square(source, c * stride + e, stride, out, target + e * panel + c, panel)
         for c in range(whole, end, side):
             for e in range(0, columns, side):
-                at, to = source + c * words + e, target + e * panel + c
-                last_square(k, at, words, out, to, panel, count - 1 - c)
-        for e in range(columns, words):
-            for r in range(end):
-                out[target + e * panel + r] = k[source + min(r, count - 1) * words + e]
+                at, to = c * stride + e, target + e * panel + c
+                last_square(source, at, stride, out, to, panel, count - 1 - c)
+        for r in range(end if columns < words else 0):
+            row = array_at(row_at(k, n, first + min(r, count - 1)), (words,), U)
+            for e in range(columns, words):
+                out[target + e * panel + r] = row[e]
 
     @separate(no_cpython_wrapper=False)
-    def pack_keys(k, stops, sizes, out, most):
-        """k (N * S * words,) uint32 -> out (N * panels * words * panel,); most (N, panels) bits.
+    def pack_keys(k, stops, out, most):
+        """k (B, Hkv, S, words) uint32 -> out (N * panels * words * panel,); most (N, panels) bits.
 
-        N = B * Hkv; sizes = (Hkv, S, words); stops (B,) keys of each batch that can be seen.
+        N = B * Hkv; stops (B,) keys of each batch that can be seen.
         """
-        over_tasks(pack_panel, most.size, (k, stops, sizes, out, most))
+        over_tasks(pack_panel, most.size, (k, stops, out, most))
 
     return pack_keys
 
 
 @bare
 def _pack_columns(task, v, stops, out):
-    nh, dv, keys = v.shape[1], v.shape[3], out.shape[1]
+    keys = out.shape[1]
     parts = (keys + ROWS - 1) // ROWS
     n, first = task // parts, task % parts * ROWS
-    b, h = n // nh, n % nh
     for j in range(first, min(first + ROWS, keys)):
-        row, real = out[n, j], dv if j < stops[b] else 0
+        row, real = out[n, j], v.d if j < stops[n // v.heads] else 0
+        source = array_at(row_at(v, n, j), (real,), U)
         for t in range(real):
-            row[t] = v[b, h, j, t]
+            row[t] = source[t]
         for t in range(real, row.size):
             row[t] = U(0)
 
@@ -108,18 +110,20 @@ def pack_columns(v, stops, out):
 
 @bare
 def _pack_pairs(task, v, stops, out):
-    nh, dv, pairs = v.shape[1], v.shape[3], out.shape[1]
+    pairs = out.shape[1]
     parts = (pairs + ROWS - 1) // ROWS
     n, first = task // parts, task % parts * ROWS
-    head, stop = v[n // nh, n % nh], stops[n // nh]
+    stop = stops[n // v.heads]
     for p in range(first, min(first + ROWS, pairs)):
-        row, real = out[n, p], dv if 2 * p < stop else 0
+        row, real = out[n, p], v.d if 2 * p < stop else 0
+        low = array_at(row_at(v, n, 2 * p), (real,), np.uint16)
         if 2 * p + 1 < stop:
+            high = array_at(row_at(v, n, 2 * p + 1), (real,), np.uint16)
             for t in range(real):
-                row[t] = U(U(head[2 * p, t]) | U(U(head[2 * p + 1, t]) << U(16)))
+                row[t] = U(U(low[t]) | U(U(high[t]) << U(16)))
         else:
             for t in range(real):
-                row[t] = U(head[2 * p, t])
+                row[t] = U(low[t])
         for t in range(real, row.size):
             row[t] = U(0)
 

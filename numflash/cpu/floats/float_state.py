@@ -6,25 +6,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..isa.strided import Strided
+
 
 class Operands(NamedTuple):
     """Of N query heads and Nkv KV heads.
 
-    q : (N, L, D) float32, or uint16 bits of bfloat16
+    q : (B, H, L, D) float32, or uint16 bits of bfloat16
     keys, values : (Nkv, ...) packed
     limits : (Nkv,) float32 largest |q| whose scores stay finite
     """
 
-    q: np.ndarray
+    q: Strided
     keys: np.ndarray
     limits: np.ndarray
     values: np.ndarray
 
 
 class Results(NamedTuple):
-    """out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8: 1 for a row float32 cannot hold."""
+    """out (B, H, L, Dv), lse (N, L) float32; redo (N, L) uint8: 1 for a row float32 cannot hold."""
 
-    out: np.ndarray
+    out: Strided
     lse: np.ndarray
     redo: np.ndarray
 

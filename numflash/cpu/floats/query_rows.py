@@ -7,9 +7,10 @@ import functools
 import numpy as np
 
 from ...jit.compiler import bare
-from ...jit.memory import LINE, reinterpret
+from ...jit.memory import LINE, array_at, reinterpret
 from ...numerics.fixedpoint import LN2
-from ..isa.vectors import address, prefetch_line
+from ..isa.strided import row_at
+from ..isa.vectors import prefetch_line
 from ..semantics import seen_range
 from . import float_rows
 from .flash_rows import LOWEST
@@ -48,7 +49,8 @@ def make_query_rows(name: str):
         """
         first, stop = s, 0
         for i in range(tile.real):
-            source, target = q[tile.n, tile.row + i], state.q[i]
+            source = array_at(row_at(q, tile.n, tile.row + i), (q.d,), operand)
+            target = state.q[i]
             for e in range(source.size):
                 target[e] = source[e]
             lo, hi = seen_range(semantics, tile.b, tile.h, tile.row + i, s)
@@ -67,7 +69,8 @@ def make_query_rows(name: str):
         """out = O / l and the LSE of each row, and whether it must be computed again in float64."""
         m, (out, lse, redo) = state.m, results
         for i in range(tile.real):
-            result, sums = out[tile.n, tile.row + i], state.o[i]
+            result = array_at(row_at(out, tile.n, tile.row + i), (out.d,), np.float32)
+            sums = state.o[i]
             total = total_of(state.l, i * lanes)
             seen = state.hi[i] > state.lo[i]
             infinite = False
@@ -92,9 +95,10 @@ def make_query_rows(name: str):
 
 
 @bare(forceinline=True)
-def ask_for_rows(q, n, first, count):
+def ask_for_rows(q, n, first, count, row_bytes):
     """Prefetch the query rows of the next tile that this worker is likely to take."""
     if first >= 0:
-        place, size = address(q[n, first]), q.shape[2] * q.itemsize
-        for line in range(0, min(count, q.shape[1] - first) * size, LINE):
-            prefetch_line(place + line)
+        for i in range(first, min(first + count, q.length)):
+            place = row_at(q, n, i)
+            for line in range(0, row_bytes, LINE):
+                prefetch_line(place + line)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..isa.strided import Strided
 from .first_keys import FirstKeys
 
 
@@ -36,6 +37,6 @@ class Sizes(NamedTuple):
 class Results(NamedTuple):
     """Results, and the softmax state of each row."""
 
-    out: np.ndarray  # (N, L, Dv) float32
+    out: Strided  # (B, H, L, Dv) float32
     m: np.ndarray  # (N, L) int32, whole octaves
     l: np.ndarray  # (N, L) float32

@@ -21,13 +21,13 @@ from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
+from ..isa.strided import Strided
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .arguments import Operands, Results, Sizes
 from .first_keys import FirstKeys
 from .flash_int8 import make_attend
 from .packing import PackedKeys, key_packer, value_packer
 from .quantize import PLAIN_BITS, Quantized, Source, largest_of, make_quantize
-from .quantize_rows import Rows
 from .quantize_values import value_form, value_type
 
 F = np.float32
@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
     first_count: int  # keys that are the first of their sequence
     workers: int  # at most
     stream: int  # address of the AMX stream, or 0
-    q_batch: int  # from here on bytes from one batch, head and row of float operands to the next
+    q_batch: int  # from here on bytes from one batch, head and row to the next: of float operands
     q_head: int
     q_row: int
     k_batch: int
@@ -60,6 +60,9 @@ class Numbers(NamedTuple):
     v_batch: int
     v_head: int
     v_row: int
+    out_batch: int  # and of the result
+    out_head: int
+    out_row: int
     q: int  # from here on bytes from the start of scratch memory
     q_scale: int
     scores_scale: int
@@ -168,7 +171,7 @@ def attend_packed(isa_name: str, pv: str, *rows: int):
             Sizes(p.heads, p.kv_heads, p.keys, min(p.workers, threads_now()), p.stream),
             counter,
             Results(
-                array_at(out, (n, p.length, p.value_dim), np.float32),
+                Strided(out, p.out_batch, p.out_head, p.out_row, p.heads, p.length, p.value_dim),
                 array_at(room + p.m, (n, p.length), np.int32),
                 array_at(room + p.l, (n, p.length), np.float32),
             ),
@@ -216,9 +219,9 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
         threads = limit_threads(p.workers)
         to = operands(p, room)
         source = Source(
-            Rows(q_at, p.q_batch, p.q_head, p.q_row, p.heads, p.length, p.head_dim),
-            Rows(k_at, p.k_batch, p.k_head, p.k_row, p.kv_heads, p.keys, p.head_dim),
-            Rows(v_at, p.v_batch, p.v_head, p.v_row, p.kv_heads, p.keys, p.value_dim),
+            Strided(q_at, p.q_batch, p.q_head, p.q_row, p.heads, p.length, p.head_dim),
+            Strided(k_at, p.k_batch, p.k_head, p.k_row, p.kv_heads, p.keys, p.head_dim),
+            Strided(v_at, p.v_batch, p.v_head, p.v_row, p.kv_heads, p.keys, p.value_dim),
             array_at(o.key_lengths, (p.batch,), np.int64),
             p.smooth != 0,
             F(f.unit),

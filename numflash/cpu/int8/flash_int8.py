@@ -372,7 +372,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     @inline
     def work(_, operands, semantics, sizes, counter, results):
         """One worker."""
-        scratch = scratch_of(operands.q.shape[2], results.out.shape[2])
+        scratch = scratch_of(operands.q.shape[2], results.out.d)
         begin()  # after what may fail: the tiles of AMX stay configured until `end`
         run_tiles(operands, semantics, sizes, counter, results, scratch)
         end()

@@ -19,13 +19,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import fresh, uncleared, zeros
+from ...jit.memory import array_at, fresh, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.isas import padded
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, all_empty, batch_of, call_tile
+from ..isa.strided import row_at
 from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN, below_octave, narrow_row, row_range, transform_row
 from .portable_products import MR, NR, fma, mac, product
@@ -372,7 +373,8 @@ def store_rows(tile, place, v_scale, results):
     n, row = place.n, place.row
     for i in range(place.rows):
         l = F(np.nan) if tile.spoiled[i] else tile.l[i]
-        result, unscaled, r = results.out[n, row + i], tile.o[i], F(1) / l
+        result = array_at(row_at(results.out, n, row + i), (results.out.d,), F)
+        unscaled, r = tile.o[i], F(1) / l
         if l == F(0):
             result[:] = F(0)
         else:
@@ -420,7 +422,7 @@ def make_attend(pv: str):
         (k, ck), v, first_count = operands.keys, operands.values, operands.first.number
         n_heads, length, d = operands.q.shape
         h_all, h_kv, s = sizes.heads, sizes.kv_heads, sizes.keys
-        tile, tiles = new_tile(d, results.out.shape[2], weight), (length + BLOCK_Q - 1) // BLOCK_Q
+        tile, tiles = new_tile(d, results.out.d, weight), (length + BLOCK_Q - 1) // BLOCK_Q
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...interop.arrays import to_float32, writable
 from ...jit.compiler import bare, inline, separate
 from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
@@ -31,10 +30,11 @@ from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.quantize_kernels import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
+from ..isa.strided import Strided, row_at
 from ..isa.vectors import address
 from .first_keys import FirstKeys
 from .packing import PackedKeys, panel_packer
-from .quantize_rows import PLAIN, ROWS, Rows, down_channels, quantize_rows, row_at, row_scales
+from .quantize_rows import PLAIN, ROWS, down_channels, quantize_rows, row_scales
 from .quantize_values import float_blocks, value_blocks
 
 F = np.float32
@@ -50,9 +50,9 @@ class Source(NamedTuple):
         scales of Q into cq
     """
 
-    q: Rows
-    k: Rows
-    v: Rows
+    q: Strided
+    k: Strided
+    v: Strided
     lengths: np.ndarray
     smooth: bool
     unit: float
@@ -362,14 +362,3 @@ def make_quantize(isa_name: str, kind: str, form: str):
         return top, q_scale, k_scale
 
     return quantize
-
-
-def rows_of(x: np.ndarray) -> np.ndarray:
-    """x (B, H, L, D) as rows of contiguous float32 or bfloat16 bits, copied only where they are
-    not.
-    """
-    if x.dtype not in (F, np.uint16):
-        x = to_float32(x)
-    if x.strides[3] != x.itemsize or not x.flags.aligned:
-        x = np.ascontiguousarray(x)
-    return writable(x)

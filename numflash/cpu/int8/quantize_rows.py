@@ -10,13 +10,11 @@ here comes to the same when it is done twice. So rows have `LANES` elements at l
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import bare
 from ...numerics.quantize_kernels import MAGNITUDE, NO_SCALE, ROUND
 from ..isa.vectors import (
     F32,
@@ -43,27 +41,6 @@ PLAIN = 2.0**96
 FLOATS = vector(F32, LANES)
 INTS = vector(I32, LANES)
 EIGHT = vector(F32, ROWS), vector(I32, ROWS)
-
-
-class Rows(NamedTuple):
-    """Where the rows of a (B, H, L, D) array are: address, strides in bytes, sizes.
-
-    The address is the first row's; the strides lead to the next batch, head and row.
-    """
-
-    start: int
-    batch: int
-    head: int
-    row: int
-    heads: int
-    length: int
-    d: int
-
-
-@bare
-def row_at(x, n, i):
-    """Address of row i of head n, heads of all batches counted through."""
-    return x.start + n // x.heads * x.batch + n % x.heads * x.head + i * x.row
 
 
 def _floats(b, kind, base, element):

@@ -16,9 +16,10 @@ from ...jit.memory import array_at, reinterpret
 from ...numerics.fixedpoint import FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
+from ..isa.strided import row_at
 from ..isa.vectors import address
 from .packing import block_interleaver
-from .quantize_rows import ROWS, quantize_rows, row_at
+from .quantize_rows import ROWS, quantize_rows
 from .wide_rows import floats_of
 
 F = np.float32

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare
+from ...jit.memory import array_at
 from ...tiling import KEY_BLOCK
+from ..isa.strided import row_at
 from ..semantics import HIDDEN, UNSEEN
 from .score_changes import Changes
 from .softmax import HALF
@@ -243,12 +245,12 @@ def make_store_rows(isa_name: str):
     @bare
     def store_rows(tile, state, place, v_scale, results):
         n, row = place.n, place.row
-        out, width, columns = results.out, results.out.shape[2], state.o.shape[1]
-        first = (n * out.shape[1] + row) * width
+        width, columns = results.out.d, state.o.shape[1]
         for i in range(tile.real):
             l = F(np.nan) if state.spoiled[i] else state.l[i]
             reciprocal = F(0) if l == F(0) else F(F(1) / l)
-            scale_row(state.o, i * columns, v_scale, reciprocal, out, first + i * width, width)
+            out = array_at(row_at(results.out, n, row + i), (width,), F)
+            scale_row(state.o, i * columns, v_scale, reciprocal, out, 0, width)
             results.m[n, row + i], results.l[n, row + i] = state.m[i], l
 
     return store_rows

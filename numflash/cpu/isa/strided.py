@@ -1,0 +1,57 @@
+"""Arrays of the caller as kernels read and write them in place: rows that are contiguous, anywhere."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...interop.arrays import to_float32, writable
+from ...jit.compiler import bare
+
+WORD = 4  # bytes that packing reads at a time
+
+
+class Strided(NamedTuple):
+    """Where the rows of a (B, H, L, D) array are: address, strides in bytes, sizes.
+
+    The address is the first row's; the strides lead to the next batch, head and row.
+    """
+
+    start: int
+    batch: int
+    head: int
+    row: int
+    heads: int
+    length: int
+    d: int
+
+
+@bare
+def row_at(x, n, i):
+    """Address of row i of head n, heads of all batches counted through."""
+    return x.start + n // x.heads * x.batch + n % x.heads * x.head + i * x.row
+
+
+def strided(x: np.ndarray) -> Strided:
+    """Where a (B, H, L, D) array is, whose rows are contiguous."""
+    return Strided(x.ctypes.data, *x.strides[:3], *x.shape[1:])
+
+
+def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
+    """Bytes from one batch entry, head and row of a contiguous array to the next."""
+    _, heads, rows, columns = shape
+    row = columns * itemsize
+    return heads * rows * row, rows * row, row
+
+
+def rows_of(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """x (B, H, L, D), floats or the bits of bfloat16, as rows of contiguous float32 or, where these are
+    the `dtype`, of the bits; copied only where they are not, or where a row begins within a word.
+    """
+    if x.dtype != dtype:
+        x = to_float32(x)
+    split = dtype.itemsize < WORD and any(step % WORD for step in x.strides[:3])
+    if x.strides[3] != x.itemsize or split or not x.flags.aligned:
+        x = np.ascontiguousarray(x)
+    return writable(x)
