@@ -50,8 +50,11 @@ class Int8Plan(KernelPlan):
 
     Attributes
     ----------
-    takes : "float32" where contiguous arrays of that are what `run` takes, as they are
+    takes : "float32" or "bfloat16" where arrays of that, whose rows are contiguous, are what `run` takes
+    in_place : V would have to be contiguous; it need not
     """
+
+    in_place = False
 
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
@@ -60,7 +63,7 @@ class Int8Plan(KernelPlan):
         ready = isinstance(problem.query, QuantizedTensor)
         dtype = problem.query.data.dtype if ready else problem.query.dtype
         self.operand = np.dtype(dtype if dtype in (np.int8, np.uint16) else F)
-        self.takes = "float32" if self.operand == F else None
+        self.takes = {"float32": "float32", "uint16": "bfloat16"}.get(self.operand.name)
         self.problem = problem.without_memory()
         n = nb * nh
         n_kv = nb * nkv

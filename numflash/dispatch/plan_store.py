@@ -120,10 +120,10 @@ def keep_gradients(key: Any, problem: Problem, impl: str, plain: bool) -> None:
 
 
 def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:
-    """Keep what computes a call on contiguous tensors of dtype `given` that has succeeded, if it takes
-    them as they are and gives float32.
+    """Keep what computes a call on tensors of dtype `given` that has succeeded, if it takes them as they
+    are, or as float32, and gives float32.
     """
-    if problem.precision == given or (problem.precision, given) == ("int8", "float32"):
+    if problem.precision in (given, "float32", "int8"):
         runner = runner_of(problem, impl)
-        if runner is not None and runner.takes == given:
+        if runner is not None and runner.takes in (given, "float32"):
             runners.keep(key, runner)

@@ -56,6 +56,7 @@ class OneProblem:
         self.runner, self.return_lse = runner, options.return_lse
         self.alignment, self.grid = options.alignment, (nb, nh, length, s)
         self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
+        self.by_token = options.layout == "blhd"
 
     def with_arrays(self, arrays: OptionArrays) -> tuple[Any, np.ndarray | None]:
         """The runner for these masks, lengths and slopes, and the sinks.
@@ -70,6 +71,9 @@ class OneProblem:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """What `run(*operands, out, lse)` computes, and lse where it is to be returned."""
         out = np.empty(self.out_shape, F)
+        if self.by_token:
+            nb, nh, length, dv = self.out_shape
+            out = np.empty((nb, length, nh, dv), F).swapaxes(1, 2)
         lse = np.empty(self.lse_shape, F) if self.return_lse or sinks is not None else None
         with one_at_a_time():
             run(*operands, out, lse)

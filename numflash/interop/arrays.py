@@ -333,12 +333,12 @@ def _import_dlpack(name: str, x: Any) -> Imported:
 
 def restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
     """(B, H, L, ...) back in the caller's layout and number of dimensions (`ndim` counts the
-    query's).
+    query's), contiguous.
     """
     if x is None:
         return None
     if layout == "blhd":
-        x = x.swapaxes(1, 2)
+        x = np.ascontiguousarray(x.swapaxes(1, 2))
         return x if ndim == 4 else x[0] if ndim == 3 else x[0, :, 0]
     return x.reshape(x.shape[4 - ndim :])
 

@@ -15,7 +15,7 @@ from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
 from ..tiling import PlanCache
 from .options import MASK, TENSORS, fields, hold_tensors
-from .tensors import READ, array, plain
+from .tensors import OF_NAME, READ, array, in_rows, is_held, result_like, strides
 from .threads import pytorch_threads
 
 
@@ -24,7 +24,7 @@ def runner_of(
 ) -> tuple[Any, Any | None]:
     """The key of equal calls of the operator, and the runner that computes them.
 
-    The key is None for tensors that are not `plain`; the runner is None for calls that were not
+    The key is None for tensors that are not those of `is_held`; the runner is None for calls that were not
     made before. The key has the types of the options too: 1 == True, and only one of them may be
     allowed.
     """
@@ -38,7 +38,7 @@ def known_call(
 ) -> tuple[Any, Any | None]:
     """The key of equal calls on the CPU, and what they have in `store`."""
     dtype = query.dtype if type(query) is Tensor else None
-    if dtype not in READ or not (plain(query, dtype) and plain(key, dtype) and plain(value, dtype)):
+    if dtype not in READ or not all(is_held(x, dtype) for x in (query, key, value)):
         return None, None
     asked = _without_tensors(options, dtype) if hold_tensors(options) else options
     if asked is None:
@@ -114,13 +114,19 @@ def run(
         return out, lse
     refuse_after_fork()
     check_operands(query, key, value)
-    rows = query.shape[:3]
-    out = query.new_empty((*rows, value.shape[3]), dtype=torch.float32)
+    dtype, kind = query.dtype, OF_NAME[runner.takes]
+    query, key, value = in_rows(query, kind), in_rows(key, kind), in_rows(value, kind)
+    if runner.in_place:
+        value = value.contiguous()
+    out = result_like(query, value.shape[3], torch.float32)
     with_lse = with_lse or sinks is not None
-    lse = query.new_empty(rows, dtype=torch.float32) if with_lse else None
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if with_lse else None
     places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+    of_lse = 0 if lse is None else lse.data_ptr()
+    whole = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+    steps = () if whole and out.is_contiguous() else strides(query, key, value, out)
     with pytorch_threads(), one_at_a_time():
-        runner.run_at(*places, 0 if lse is None else lse.data_ptr(), with_lse)
+        runner.run_at((*places, of_lse), with_lse, steps)
     if sinks is not None and lse is not None:
         apply_sinks(array(out), array(lse), sinks)
-    return (out if query.dtype is torch.float32 else out.to(query.dtype)), lse
+    return (out if dtype is torch.float32 else out.to(dtype)), lse

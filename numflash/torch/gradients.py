@@ -98,7 +98,8 @@ def _on_cpu(
     if call is not None:
         check_operands(query, key, value)
     taken = known is not None and _are_results(tensors, grad_lse)
-    runner = known.runner if known is not None and taken and not of_mask else None
+    whole = taken and all(plain(x, torch.float32) for x in (query, key, value))
+    runner = known.runner if known is not None and whole and not of_mask else None
     if runner is not None:
         held = _by_runner(runner, tensors, grad_lse)
         if held is not None:

@@ -14,7 +14,7 @@ from .equal_calls import run, runner_of, with_tensors
 from .gradients import attention_backward_operator, differentiate
 from .observers import is_direct, is_traced
 from .options import MASK, OPTIONS, SINKS, asked_for, detached, schema
-from .tensors import READ, array
+from .tensors import READ, array, result_like
 from .threads import pytorch_threads
 
 
@@ -35,7 +35,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
         return api.attend(query, key, value, asked, impl, call)
     problem = validation.problem(query, key, value, asked)
     out, lse = _results(query, value)
-    written = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    in_place = out.dtype == torch.float32 and out.is_contiguous()
+    written = out if in_place else out.new_empty(out.shape, dtype=torch.float32)
     with pytorch_threads():
         backends.solve(problem, impl, (array(written), array(lse)))
     if call is not None:
@@ -44,9 +45,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
 
 
 def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous memory for the results, not written yet."""
-    rows = query.shape[:3]
-    return query.new_empty((*rows, value.shape[3])), query.new_empty(rows, dtype=torch.float32)
+    """Memory for the results, not written yet."""
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return result_like(query, value.shape[3], query.dtype), lse
 
 
 attention_operator = torch.library.custom_op(

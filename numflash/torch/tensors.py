@@ -11,7 +11,9 @@ from torch import Tensor
 from ..interop.arrays import ArrayInterface
 
 # dtypes that kernels read in place, as `plan_store.keep_runner` names them
-READ = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+READ = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+OF_NAME = {name: dtype for dtype, name in READ.items()}
+WORD = 4  # bytes: a row that begins within a word is not read in place
 
 
 def plain(x: Any, dtype: torch.dtype) -> bool:
@@ -24,6 +26,51 @@ def plain(x: Any, dtype: torch.dtype) -> bool:
         and x.is_contiguous()
         and not x.is_neg()
     )
+
+
+def is_held(x: Any, dtype: torch.dtype) -> bool:
+    """Whether x is a dense (B, H, L, D) tensor of `dtype` on the CPU whose memory holds its numbers."""
+    return (
+        type(x) is Tensor
+        and x.dtype is dtype
+        and x.layout is torch.strided
+        and x.is_cpu
+        and not x.is_mkldnn
+        and not x.is_neg()
+        and x.dim() == 4
+    )
+
+
+def in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor that `is_held` as rows of contiguous `dtype`, which kernels read where they are; a copy
+    where it is not that.
+    """
+    x = x if x.dtype is dtype else x.to(dtype)
+    if x.is_contiguous():
+        return x
+    batch, head, row, column = x.stride()
+    size = x.element_size()
+    split = size < WORD and (batch | head | row) * size % WORD
+    return x.contiguous() if column != 1 or split else x
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Bytes from one batch entry, head and row of tensors to the next."""
+    found: list[int] = []
+    for x in tensors:
+        (batch, head, row, _), size = x.stride(), x.element_size()
+        found += batch * size, head * size, row * size
+    return tuple(found)
+
+
+def result_like(query: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """(B, H, L, `columns`), not written yet: a token's heads are together where they are in the query,
+    as in PyTorch's results, so that a model goes on with its tokens without a copy.
+    """
+    b, h, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty((b, length, h, columns), dtype=dtype).transpose(1, 2)
+    return query.new_empty((b, h, length, columns), dtype=dtype)
 
 
 def array(x: Tensor) -> np.ndarray:
