@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from ..interop.arrays import address, to_float32
+from ..interop.arrays import address, carray, to_float32
 from ..jit import target
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, placed, scratch
@@ -178,7 +178,7 @@ class FloatPlan(KernelPlan):
         q, k, v = (rows_of(x, self.operand) for x in (query, key, value))
         if key.shape[3] % self.step:
             k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
-        return q, k, np.ascontiguousarray(v) if self.in_place else v
+        return q, k, carray(v) if self.in_place else v
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None

@@ -21,7 +21,7 @@ from ..interop.arrays import Imported, convert, deliver, memory_of, restore
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
 from ..numerics.quantization import GRANULARITIES
-from ..validation import Problem, described, gathered, quantized, scattered, tensor
+from ..validation import Problem, are_neighbours, described, gathered, quantized, scattered, tensor
 from ..validation.options import OptionArrays, Options
 from .call_keys import BY_VALUE
 
@@ -199,13 +199,19 @@ class PackedPlan:
         lse = np.empty(out.shape[:2], F) if self.return_lse else None
         (at_q, q_lengths), (at_k, k_lengths) = self.starts
         for runner, (nb, nh, _, length, _, _, dv), chosen in self.parts:
-            rows = gathered(q, at_q[chosen], q_lengths[chosen])
-            keys, values = (gathered(x, at_k[chosen], k_lengths[chosen]) for x in (k, v))
-            part = np.empty((nb, nh, length, dv), F)
+            own, of_keys = (at_q[chosen], q_lengths[chosen]), (at_k[chosen], k_lengths[chosen])
+            rows, keys, values = gathered(q, *own), gathered(k, *of_keys), gathered(v, *of_keys)
+            in_place = are_neighbours(*own)
+            part = (
+                gathered(out.swapaxes(0, 1)[None], *own)
+                if in_place
+                else np.empty((nb, length, nh, dv), F).swapaxes(1, 2)
+            )
             part_lse = None if lse is None else np.empty((nb, nh, length), F)
             with one_at_a_time():
                 runner.run(*runner.operands(rows, keys, values), part, part_lse)
-            scattered(out, part, self.cuts[0], chosen)
+            if not in_place:
+                scattered(out, part, self.cuts[0], chosen)
             if lse is not None and part_lse is not None:
                 scattered(lse, part_lse, self.cuts[0], chosen)
         return deliver(out, lse, self.query, self.return_lse)

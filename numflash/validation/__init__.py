@@ -16,12 +16,13 @@ from .operands import (
     tensor,
 )
 from .option_arrays import described, lengths
-from .packed import cuts_of, gathered, scattered, sequences
+from .packed import are_neighbours, cuts_of, gathered, scattered, sequences
 
 __all__ = [
     "LARGEST_LSE",
     "NO_LIMIT",
     "Problem",
+    "are_neighbours",
     "cuts_of",
     "describe",
     "described",

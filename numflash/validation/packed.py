@@ -104,15 +104,21 @@ def sequences(
         first = stop
 
 
+def are_neighbours(at: np.ndarray, lengths: np.ndarray) -> bool:
+    """Whether sequences that begin at rows `at` are of one length, one behind the other."""
+    together = np.array_equal(at[1:], at[:-1] + lengths[:-1])
+    return len(at) == 1 or (together and lengths.min() == lengths.max())
+
+
 def gathered(x: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """(N, H, longest, D): rows of a packed x (1, H, total, D) from `at` (N,) on, `lengths` of each.
 
-    Filled up with any rows; a view where sequences of one length are neighbours.
+    Filled up with any rows; a view where the sequences `are_neighbours`.
     """
     rows = x[0].transpose(1, 0, 2)
     n = len(at)
     longest = int(lengths.max())
-    if n == 1 or (np.array_equal(at[1:], at[:-1] + longest) and lengths.min() == longest):
+    if are_neighbours(at, lengths):
         return (
             rows[at[0] : at[0] + n * longest]
             .reshape(n, longest, *rows.shape[1:])

@@ -172,7 +172,7 @@ def test_whoever_looks_sees_the_operator(direct):
 def test_tensors_that_are_not_their_memory(direct):
     """Lazily negated, and subclasses."""
     for _ in range(2):
-        want = nt.scaled_dot_product_attention(Q, K, V)
+        nt.scaled_dot_product_attention(Q, K, V)
     negative = nt.scaled_dot_product_attention(-Q, K, V)
     got = nt.scaled_dot_product_attention(torch._neg_view(Q), K, V)
     assert torch.equal(got, negative) and direct[-1] is False

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...interop.arrays import to_float32, writable
+from ...interop.arrays import carray, to_float32, writable
 from ...jit.compiler import bare
 
 WORD = 4  # bytes that packing reads at a time
@@ -53,5 +53,5 @@ def rows_of(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
         x = to_float32(x)
     split = dtype.itemsize < WORD and any(step % WORD for step in x.strides[:3])
     if x.strides[3] != x.itemsize or split or not x.flags.aligned:
-        x = np.ascontiguousarray(x)
+        return carray(x)
     return writable(x)
