@@ -32,12 +32,12 @@ from .semantics import OPTION_NUMBERS, Semantics, option_numbers
 F = np.float32
 # contiguous float32 arrays of the caller to be written, or None
 Results = tuple[np.ndarray, np.ndarray] | None
-# instruction sets with a kernel of few rows, and the vectors that it uses: bfloat16 is widened to float32
+# instruction sets with a kernel of few rows, and whose vectors it may use: bfloat16 is widened to float32
 FEW_ROWS_BY = {
-    "avx2": "avx2",
-    "avx512": "avx512",
-    "avx512_bf16": "avx512",
-    "amx_bf16": "avx512",
+    "avx2": ("avx2",),
+    "avx512": ("avx512", "avx2"),
+    "avx512_bf16": ("avx512", "avx2"),
+    "amx_bf16": ("avx512", "avx2"),
 }
 PANELS, VALUE_ROWS, WORKERS, STOPS = (
     Numbers._fields.index(name) for name in ("panels", "value_rows", "workers", "stops")
@@ -63,11 +63,17 @@ def run_rows(
 
 def parts_of(problem: Problem, isa: str) -> int:
     """How many parts of the keys the kernel of few rows takes; 0 where the register tiles compute it."""
-    nb, _, nkv, length, s, d, dv = problem.shape
-    lanes = FLOAT_ISAS[isa].lanes
-    if isa not in FEW_ROWS_BY or d % lanes or dv % lanes:
-        return 0
-    return few_parts(length, nb * nkv, s)
+    nb, _, nkv, length, s, _, _ = problem.shape
+    return few_parts(length, nb * nkv, s) if few_rows_isa(problem, isa) else 0
+
+
+def few_rows_isa(problem: Problem, isa: str) -> str | None:
+    """Whose vectors the kernel of few rows uses: the widest of which head sizes are whole ones."""
+    sizes = problem.shape[5:]
+    for name in FEW_ROWS_BY.get(isa, ()):
+        if not any(size % FLOAT_ISAS[name].lanes for size in sizes):
+            return name
+    return None
 
 
 class FloatPlan(KernelPlan):
@@ -137,7 +143,7 @@ class FloatPlan(KernelPlan):
         self.set_options()
         self.factors = np.array((problem.scale * LOG2E, self.options.softcap), np.float64)
         self.call = (
-            make_few_call(FEW_ROWS_BY[self.isa], self.kind)
+            make_few_call(few_rows_isa(problem, self.isa), self.kind)
             if parts
             else make_call(isa, self.kind, not self.in_place, *changed)
         )

@@ -38,7 +38,8 @@ def known_call(
 ) -> tuple[Any, Any | None]:
     """The key of equal calls on the CPU, and what they have in `store`."""
     dtype = query.dtype if type(query) is Tensor else None
-    if dtype not in READ or not all(is_held(x, dtype) for x in (query, key, value)):
+    held = dtype in READ and is_held(query, dtype) and is_held(key, dtype) and is_held(value, dtype)
+    if not held:
         return None, None
     asked = _without_tensors(options, dtype) if hold_tensors(options) else options
     if asked is None:

@@ -74,8 +74,9 @@ def result_like(query: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def array(x: Tensor) -> np.ndarray:
-    """The memory of a contiguous float32 tensor as an array.
+    """The memory of a float32 tensor as an array.
 
     After `x.numpy()` PyTorch would refuse to resize the tensor.
     """
-    return np.asarray(ArrayInterface(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))
+    steps = None if x.is_contiguous() else tuple(step * x.element_size() for step in x.stride())
+    return np.asarray(ArrayInterface(x.data_ptr() or 16, tuple(x.shape), steps, "=f4", x))

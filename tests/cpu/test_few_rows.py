@@ -26,6 +26,7 @@ SHAPES = (  # one row, tails of vectors and blocks, an uneven number of rows, V 
     {"b": 2, "h": 4, "hkv": 2, "l": 2, "s": 77, "d": 32, "dv": 48},
     {"b": 1, "h": 9, "hkv": 3, "l": 1, "s": 700, "d": 64, "dv": 64},
     {"b": 1, "h": 7, "hkv": 1, "l": 1, "s": 130, "d": 128, "dv": 80},
+    {"b": 1, "h": 2, "hkv": 1, "l": 1, "s": 90, "d": 40, "dv": 72},  # whole vectors of eight only
 )
 
 
@@ -185,8 +186,9 @@ def test_which_rows_are_few():
         ({"h": 32, "hkv": 1, "l": 1, "d": 64}, True),
         ({"h": 2, "hkv": 2, "l": 2, "d": 64}, True),
         ({"h": 2, "hkv": 2, "l": 3, "d": 64}, False),
-        ({"h": 1, "l": 1, "d": 24}, False),
-        ({"h": 1, "l": 1, "d": 64, "dv": 24}, False),
+        ({"h": 1, "l": 1, "d": 24}, True),
+        ({"h": 1, "l": 1, "d": 20}, False),
+        ({"h": 1, "l": 1, "d": 64, "dv": 20}, False),
     ):
         found = problem(*qkv(b=1, s=20, **shape), Options(enable_gqa=True))
         assert bool(launch_float.parts_of(found, "avx512")) is few

@@ -18,7 +18,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import inline, kernel, own
 from ...jit.memory import array_at, uncleared, unpacked, zeros
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.fixedpoint import LN2
@@ -166,7 +166,7 @@ def add_values(name: str, kind: str, rows: int, width: int):
     return add
 
 
-@bare
+@own
 def row_of(x, few, n, r):
     """Address of row r of those of KV head n, in the queries or the result."""
     group = few.q.heads // few.k.heads

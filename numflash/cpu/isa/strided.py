@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...interop.arrays import carray, to_float32, writable
-from ...jit.compiler import bare
+from ...jit.compiler import own
 
 WORD = 4  # bytes that packing reads at a time
 
@@ -27,7 +27,7 @@ class Strided(NamedTuple):
     d: int
 
 
-@bare
+@own
 def row_at(x, n, i):
     """Address of row i of head n, heads of all batches counted through."""
     return x.start + n // x.heads * x.batch + n % x.heads * x.head + i * x.row
