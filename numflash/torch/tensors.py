@@ -29,7 +29,7 @@ def plain(x: Any, dtype: torch.dtype) -> bool:
 
 
 def is_held(x: Any, dtype: torch.dtype) -> bool:
-    """Whether x is a dense (B, H, L, D) tensor of `dtype` on the CPU whose memory holds its numbers."""
+    """Whether x is a dense tensor of `dtype` on the CPU whose memory holds its numbers."""
     return (
         type(x) is Tensor
         and x.dtype is dtype
@@ -37,12 +37,11 @@ def is_held(x: Any, dtype: torch.dtype) -> bool:
         and x.is_cpu
         and not x.is_mkldnn
         and not x.is_neg()
-        and x.dim() == 4
     )
 
 
 def in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor that `is_held` as rows of contiguous `dtype`, which kernels read where they are; a copy
+    """A (B, H, L, D) tensor that `is_held` as rows of contiguous `dtype`, which kernels read where they are; a copy
     where it is not that.
     """
     x = x if x.dtype is dtype else x.to(dtype)
