@@ -18,7 +18,7 @@ from ..jit.threads import restoring_threads
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
-from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, STRIDES, Numbers, addresses, make_call
+from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, STRIDES, Numbers, make_call
 from .floats.few_rows import make_few_call
 from .floats.flash_rows import LOWEST, Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
@@ -186,36 +186,11 @@ class FloatPlan(KernelPlan):
             k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
         return q, k, carray(v) if self.in_place else v
 
-    def run(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
-    ) -> None:
-        """Attend what `operands` gives. out (B, H, L, Dv) float32 whose rows are contiguous, and lse (B,
-        H, L), contiguous float32, are written.
-
-        None for no lse.
-        """
-        arrays = q, k, v, out
-        last = out if lse is None else lse
-        if all(x.flags.c_contiguous for x in arrays):
-            *places, lse_at = addresses(*arrays, last)
-            strides: tuple[int, ...] = ()
-        else:
-            places, lse_at = [x.ctypes.data for x in arrays], last.ctypes.data
-            strides = tuple(step for x in arrays for step in x.strides[:3])
-        self.run_at((*places, lse_at), lse is not None, strides)
-
     def run_at(
         self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
     ) -> None:
-        """The same for addresses of q, k, v, out and lse.
-
-        strides : bytes from one batch entry, head and row of q, k, v and out to the next; of contiguous
-            arrays unless given
-        """
-        numbers = self.numbers
-        if strides:
-            numbers = numbers.copy()
-            numbers[STRIDES] = strides
+        """As of `KernelPlan`."""
+        numbers = self.with_strides(strides, STRIDES)
         *arrays, lse = places
         with scratch.take(self.layout.nbytes) as room:
             at, numbers = room.address, placed(numbers, PLACES, self.layout, room)

@@ -142,36 +142,11 @@ class Int8Plan(KernelPlan):
         q, k, v = (rows_of(x, self.operand) for x in (query, key, value))
         return q, k, v
 
-    def run(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
-    ) -> None:
-        """Attend float operands whose rows are contiguous. out (B, H, L, Dv) float32, likewise, and lse
-        (B, H, L), contiguous float32, are written.
-
-        None for no lse.
-        """
-        arrays = q, k, v, out
-        last = out if lse is None else lse
-        if all(x.flags.c_contiguous for x in arrays):
-            places: tuple[int, ...] = addresses(*arrays, last)
-            strides: tuple[int, ...] = ()
-        else:
-            places = tuple(x.ctypes.data for x in (*arrays, last))
-            strides = tuple(step for x in arrays for step in x.strides[:3])
-        self.run_at(places, lse is not None, strides)
-
     def run_at(
         self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
     ) -> None:
-        """The same for addresses of q, k, v, out and lse.
-
-        strides : bytes from one batch entry, head and row of q, k, v and out to the next; of contiguous
-            arrays unless given
-        """
-        numbers = self.numbers
-        if strides:
-            numbers = numbers.copy()
-            numbers[STRIDES] = strides
+        """As of `KernelPlan`."""
+        numbers = self.with_strides(strides, STRIDES)
         *operands, out, lse = places
         self._run(tuple(operands), numbers, out, lse if with_lse else 0)
 

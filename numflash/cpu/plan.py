@@ -8,6 +8,7 @@ import numpy as np
 
 from ..jit.scratch import Layout
 from ..validation import Problem
+from .floats.call import addresses
 
 Own = TypeVar("Own", bound="KernelPlan")
 
@@ -43,3 +44,48 @@ class KernelPlan:
     def set_options(self) -> None:
         """Write what depends on masks, lengths and slopes into the numbers."""
         raise NotImplementedError
+
+    def run(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
+    ) -> None:
+        """Attend what the plan's `operands` give. out (B, H, L, Dv) float32 whose rows are contiguous, and
+        lse (B, H, L), contiguous float32, are written.
+
+        None for no lse.
+        """
+        places, strides = places_of((q, k, v, out), out if lse is None else lse)
+        self.run_at(places, lse is not None, strides)
+
+    def run_at(
+        self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
+    ) -> None:
+        """The same for addresses of q, k, v, out and lse.
+
+        strides : bytes from one batch entry, head and row of q, k, v and out to the next; of contiguous
+            arrays unless given
+        """
+        raise NotImplementedError
+
+    def with_strides(self, strides: tuple[int, ...], at: slice) -> np.ndarray:
+        """The numbers for arrays of these strides, which stand `at` a place of theirs."""
+        if not strides:
+            return self.numbers
+        numbers = self.numbers.copy()
+        numbers[at] = strides
+        return numbers
+
+
+def places_of(
+    arrays: tuple[np.ndarray, ...], last: np.ndarray
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Addresses of four (B, H, L, D) arrays whose rows are contiguous and of `last`, and the bytes from
+    one batch entry, head and row of the four to the next; none where all are contiguous.
+    """
+    if all(x.flags.c_contiguous for x in arrays):
+        return addresses(*arrays, last), ()
+    strides = tuple(step for x in arrays for step in x.strides[:3])
+    # the compiled function takes contiguous arrays only, and a fifth of NumPy's time
+    turned = [x if x.flags.c_contiguous else x.swapaxes(1, 2) for x in arrays]
+    if all(x.flags.c_contiguous for x in turned):
+        return addresses(*turned, last), strides
+    return tuple(x.ctypes.data for x in (*arrays, last)), strides
