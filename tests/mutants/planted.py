@@ -773,6 +773,36 @@ MUTANTS = [
         "tests/pytorch/test_equal_calls.py",
     ),
     Mutant(
+        "torch/equal_calls.py",
+        "        if runner.in_place:\n            value = value.contiguous()\n",
+        "",
+        "tests/pytorch/test_equal_calls.py -k any_layout",
+    ),
+    Mutant(
+        "torch/tensors.py",
+        "steps = None if x.is_contiguous() else tuple(",
+        "steps = None if x.numel() else tuple(",
+        "tests/pytorch/test_equal_calls.py -k any_layout",
+    ),
+    Mutant(
+        "torch/tensors.py",
+        "split = size < WORD and (batch | head | row) * size % WORD",
+        "split = False",
+        "tests/pytorch/test_equal_calls.py -k any_layout",
+    ),
+    Mutant(
+        "cpu/isa/strided.py",
+        "split = dtype.itemsize < WORD and any(step % WORD for step in x.strides[:3])",
+        "split = False",
+        "tests/pytorch/test_equal_calls.py -k any_layout",
+    ),
+    Mutant(
+        LAUNCH_FLOAT,
+        "    out[...] = rows\n",
+        "    pass\n",
+        "tests/pytorch/test_equal_calls.py -k does_not_hold",
+    ),
+    Mutant(
         "dispatch/plan_store.py",
         "launch.runner(problem.changed(**NO_ARRAYS | lengths))",
         "launch.runner(problem)",

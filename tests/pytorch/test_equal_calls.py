@@ -210,22 +210,25 @@ def expanded(x):
 @pytest.mark.parametrize("length", [37, 1])
 def test_equal_calls_on_tensors_of_any_layout(direct, length, dtype, layout):
     """The same bits as of contiguous tensors; results of tokens where PyTorch has them."""
-    half = Q[:, :, :length].to(dtype), K.to(dtype), V.to(dtype)
-    tensors = [layout(x) for x in half]
-    for precision in (None, "int8"):
-        want, want_lse = nt.attention(
-            *(x.contiguous() for x in tensors), precision=precision, return_lse=True
-        )
+    # heads that are whole squares of packing and a rest, and values that may be read in place
+    arrays = qkv(b=2, h=4, l=length, s=53, d=40, dv=32)
+    tensors = [layout(torch.from_numpy(x).to(dtype)) for x in arrays]
+    for options in ({}, {"precision": "int8"}, {"sinks": torch.randn(4)}):
+        contiguous = (x.contiguous() for x in tensors)
+        want, want_lse = nt.attention(*contiguous, **options, return_lse=True)
         for _ in range(2):
-            out, lse = nt.attention(*tensors, precision=precision, return_lse=True)
-        assert direct[-1] and torch.equal(out, want) and torch.equal(lse, want_lse)
+            out, lse = nt.attention(*tensors, **options, return_lse=True)
+            assert torch.equal(out, want) and torch.equal(lse, want_lse)
+        assert direct[-1]
         assert layout not in (by_token, part_of_more) or out.transpose(1, 2).is_contiguous()
 
 
 def test_rows_that_float32_does_not_hold_in_tensors_of_models():
     """They are computed again, and written where the result is."""
     large = [x.clone() for x in (Q, K, V)]
-    large[0][0, 1, 3] = large[1][0, 1, :2] = 3e18
+    large[0][0, 1, 3] = 0
+    large[0][0, 1, 3, :2] = large[1][0, 1, :, 0] = 1e20  # float32 has infinity minus infinity
+    large[1][0, 1, :, 1] = -1e20
     want, want_lse = naive(*(x.numpy() for x in large))
     for _ in range(2):
         out, lse = nt.attention(*map(by_token, large), return_lse=True)
