@@ -37,6 +37,7 @@ from .problem_arrays import edges_and_masks, functions_of, heads
 from .semantics import Semantics
 
 F = np.float32
+ONE_SHIFT, ONE_SLOPE = np.zeros((1, 1, 1), F), np.zeros((1, 1), F)  # where there are none
 
 
 def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Semantics:
@@ -46,14 +47,13 @@ def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Sema
         where there is a softcap
     """
     nb, nh, _, length, _, _, _ = problem.shape
+    no_shift = np.zeros((nb, nh, length), F) if problem.softcap else ONE_SHIFT
     slopes = problem.alibi_slopes
     return Semantics(
         *edges_and_masks(problem, extreme),
         F(problem.softcap) * fx.LOG2E_Q8,
-        np.zeros((nb, nh, length) if problem.softcap else (1, 1, 1), F) if shift is None else shift,
-        np.zeros((1, 1), F)
-        if slopes is None
-        else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8),
+        no_shift if shift is None else shift,
+        ONE_SLOPE if slopes is None else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8),
         extreme,
         functions_of(problem),
     )

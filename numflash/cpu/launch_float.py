@@ -27,7 +27,7 @@ from .isa.isas import padded
 from .isa.strided import rows_of, strides_of
 from .plan import KernelPlan
 from .problem_arrays import at_address, heads, in_place, seen_keys, semantics
-from .semantics import OPTION_NUMBERS, Semantics, option_numbers
+from .semantics import ARRAY_NUMBERS, Semantics, array_numbers, option_numbers
 
 F = np.float32
 # contiguous float32 arrays of the caller to be written, or None
@@ -39,10 +39,8 @@ FEW_ROWS_BY = {
     "avx512_bf16": ("avx512", "avx2"),
     "amx_bf16": ("avx512", "avx2"),
 }
-PANELS, VALUE_ROWS, WORKERS, STOPS = (
-    Numbers._fields.index(name) for name in ("panels", "value_rows", "workers", "stops")
-)
-SEEN = PANELS, VALUE_ROWS  # what scratch memory's size depends on besides shapes
+PANELS, VALUE_ROWS = (Numbers._fields.index(name) for name in ("panels", "value_rows"))
+OF_ARRAYS = slice(PANELS, NUMBERS + ARRAY_NUMBERS)  # what masks, lengths and slopes decide
 
 
 def run_rows(
@@ -126,21 +124,22 @@ class FloatPlan(KernelPlan):
         numbers = Numbers(
             *self.shape,
             words=words,
-            panels=panels,
             columns=columns,
-            value_rows=value_rows,
-            workers=1,
             block_q=block_q,
             parts=parts,
-            stops=0,
             **(dict.fromkeys(Numbers._fields[STRIDES], 0) | places),
+            panels=panels,
+            value_rows=value_rows,
+            workers=1,
+            stops=0,
         )
-        self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
+        self.options = self.semantics()
+        self.numbers = np.array((*numbers, *option_numbers(self.options)), np.int64)
         shapes = (nb, nh, length, d), (nb, nkv, s, padded(d, self.step)), (nb, nkv, s, dv)
         size = self.operand.itemsize
         steps = [step for x in shapes for step in strides_of(x, size)]
         self.numbers[STRIDES] = *steps, *strides_of((nb, nh, length, dv), F().itemsize)
-        self.set_options()
+        self.set_arrays()
         self.factors = np.array((problem.scale * LOG2E, self.options.softcap), np.float64)
         self.call = (
             make_few_call(few_rows_isa(problem, self.isa), self.kind)
@@ -153,18 +152,23 @@ class FloatPlan(KernelPlan):
         tiles = self.tiles
         return max(1, -(-seen // tiles.panel)), max(1, padded(seen, tiles.step) // tiles.group)
 
-    def set_options(self) -> None:
-        """Write what depends on masks, lengths and slopes into the numbers."""
+    def semantics(self) -> Semantics:
+        """The problem's options as the kernels take them."""
+        return semantics(self.problem)
+
+    def set_arrays(self) -> None:
+        """Write what masks, lengths and slopes of `options` decide into the numbers."""
         nb, nh, _, length, _, d, dv = self.shape
-        self.options = semantics(self.problem)  # numbers hold addresses of its arrays
         self.stops = np.ascontiguousarray(seen_keys(self.problem), np.int64)
         seen = max(self.stops.tolist(), default=0)
-        numbers = self.numbers
-        numbers[PANELS], numbers[VALUE_ROWS] = self._packed(seen)
+        self.packed = self._packed(seen)
         kind = "few rows" if self.parts else self.kind
-        numbers[WORKERS] = workers(kind, nb * nh * length * seen * (d + dv))
-        numbers[STOPS] = address(self.stops)
-        numbers[NUMBERS:] = option_numbers(self.options)
+        self.numbers[OF_ARRAYS] = (
+            *self.packed,
+            workers(kind, nb * nh * length * seen * (d + dv)),
+            address(self.stops),
+            *array_numbers(self.options),
+        )
 
     def for_options(self, fields: dict[str, Any]) -> FloatPlan | None:
         """The plan of a problem whose `fields`, as of `validation.described`, are others.
@@ -172,7 +176,7 @@ class FloatPlan(KernelPlan):
         None if it needs more scratch memory: more keys are seen.
         """
         plan = self.with_options(fields)
-        fits = self.parts or all(plan.numbers[n] <= self.numbers[n] for n in SEEN)
+        fits = self.parts or plan.packed <= self.packed  # both sizes grow with the keys
         return plan if fits else None
 
     def operands(

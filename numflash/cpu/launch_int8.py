@@ -30,10 +30,11 @@ from .isa.strided import rows_of, strides_of
 from .launch_float import Results
 from .plan import KernelPlan
 from .problem_arrays import at_address, in_place, seen_keys
-from .semantics import OPTION_NUMBERS, option_numbers
+from .semantics import ARRAY_NUMBERS, Semantics, array_numbers, option_numbers
 
 F = np.float32
 WORKERS = Numbers._fields.index("workers")
+OF_ARRAYS = slice(NUMBERS, NUMBERS + ARRAY_NUMBERS)  # what masks, lengths and slopes decide
 NO_STRIDES = dict.fromkeys(Numbers._fields[STRIDES], 0)
 
 
@@ -105,11 +106,12 @@ class Int8Plan(KernelPlan):
             stream=stream_of(problem, isa),
             **(NO_STRIDES | places),
         )
-        self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
+        self.options = self.semantics()
+        self.numbers = np.array((*numbers, *option_numbers(self.options)), np.int64)
         size = self.operand.itemsize
         steps = [step for x in self.shapes() for step in strides_of(x, size)]
         self.numbers[STRIDES] = *steps, *strides_of((nb, nh, length, dv), F().itemsize)
-        self.set_options()
+        self.set_arrays()
         unit = score_unit(problem.scale, problem.softcap)
         self.factors = np.array((unit, self.options.softcap), np.float64)
         if ready:
@@ -118,13 +120,16 @@ class Int8Plan(KernelPlan):
             kind = "bfloat16" if self.operand == np.uint16 else "float32"
             self.call = make_float_call(isa, kind, problem.pv, *rows)
 
-    def set_options(self) -> None:
-        """Write what depends on masks, lengths and slopes into the numbers."""
+    def semantics(self) -> Semantics:
+        """The problem's options as the kernels take them."""
+        return semantics(self.problem, False, None)
+
+    def set_arrays(self) -> None:
+        """Write what masks, lengths and slopes of `options` decide into the numbers."""
         nb, nh, _, length, _, d, dv = self.shape
-        self.options = semantics(self.problem, False, None)  # numbers hold addresses of its arrays
         seen = max(seen_keys(self.problem).tolist(), default=0)
         self.numbers[WORKERS] = workers("int8", nb * nh * length * seen * (d + dv))
-        self.numbers[NUMBERS:] = option_numbers(self.options)
+        self.numbers[OF_ARRAYS] = array_numbers(self.options)
 
     def for_options(self, fields: dict[str, Any]) -> Int8Plan:
         """The plan of a problem whose `fields`, as of `validation.described`, are others."""

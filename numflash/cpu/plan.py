@@ -9,6 +9,7 @@ import numpy as np
 from ..jit.scratch import Layout
 from ..validation import Problem
 from .floats.call import addresses
+from .semantics import Semantics
 
 Own = TypeVar("Own", bound="KernelPlan")
 
@@ -24,25 +25,36 @@ class KernelPlan:
     problem : Problem
         Its query, key and value have shapes and no memory; its masks, lengths and slopes are the
         plan's own.
+    options : Semantics
+        The problem's, as its kernels take them.
     numbers : int64 array
         What the compiled call reads: `Numbers` of its kernels, and `semantics.OptionNumbers`.
     layout : of scratch memory
+    first : the plan that this one is a copy of
     """
 
     problem: Problem
+    options: Semantics
     numbers: np.ndarray
     layout: Layout
+    first: KernelPlan | None = None
 
     def with_options(self: Own, fields: dict[str, Any]) -> Own:
         """The plan of a problem whose `fields`, as of `validation.described`, are others."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.problem, copy.numbers = self.problem.changed(**fields), self.numbers.copy()
-        copy.set_options()
+        copy.first = self  # whose arrays have addresses among the numbers
+        copy.options = copy.semantics()
+        copy.set_arrays()
         return copy
 
-    def set_options(self) -> None:
-        """Write what depends on masks, lengths and slopes into the numbers."""
+    def semantics(self) -> Semantics:
+        """The problem's options as its kernels take them."""
+        raise NotImplementedError
+
+    def set_arrays(self) -> None:
+        """Write what masks, lengths and slopes of `options` decide into the numbers."""
         raise NotImplementedError
 
     def run(

@@ -12,6 +12,7 @@ from .semantics import NO_TILES, ScoreTiles, Semantics
 F = np.float32
 Array = np.ndarray
 NONE_OF: dict[type, Array] = {dtype: np.zeros((0, 0, 0, 0), dtype) for dtype in (np.uint8, F)}
+ONE, ALL = slice(0, 1), slice(None)
 NO_SHIFT, NO_SLOPES = np.zeros((0, 0, 0), F), np.zeros((0, 0), F)
 
 
@@ -22,7 +23,8 @@ def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
     """
     if x is None:
         return NONE_OF[dtype]
-    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides[:3])]
+    batch, heads, rows = [ONE if step == 0 else ALL for step in x.strides[:3]]
+    once = x[batch, heads, rows]
     return np.ascontiguousarray(once).view(dtype)
 
 

@@ -98,10 +98,11 @@ class Semantics(NamedTuple):
 
 
 class OptionNumbers(NamedTuple):
-    """`Semantics` as a compiled call reads it from an int64 array, in this order, without softcap."""
+    """`Semantics` as a compiled call reads it from an int64 array, in this order, without softcap.
 
-    left: int
-    right: int
+    First come the `array_numbers`, which differ from one equal call to the next.
+    """
+
     general: int
     mask_batch: int
     mask_heads: int
@@ -111,11 +112,18 @@ class OptionNumbers(NamedTuple):
     bias_heads: int
     bias_rows: int  # 0: no bias
     bias_keys: int
+    slope_batch: int
+    slope_heads: int
+    diagonal: int  # from here on addresses
+    key_lengths: int
+    mask: int
+    bias: int
+    slopes: int
+    left: int  # from here on what equal calls share
+    right: int
     shift_batch: int
     shift_heads: int
     shift_rows: int
-    slope_batch: int
-    slope_heads: int
     batch: int
     unmasked: int  # from here on score and mask functions, see `ScoreTiles`
     unmasked_frame: int
@@ -135,52 +143,50 @@ class OptionNumbers(NamedTuple):
     states: int  # from here on addresses
     spans: int
     batch_map: int
-    diagonal: int
-    key_lengths: int
-    mask: int
-    bias: int
     shift: int
-    slopes: int
 
 
 OPTION_NUMBERS = len(OptionNumbers._fields)
+ARRAY_NUMBERS = OptionNumbers._fields.index("left")
 
 
-def option_numbers(options: Semantics) -> OptionNumbers:
-    """Addresses and sizes of the options' arrays.
+def array_numbers(options: Semantics) -> tuple[int, ...]:
+    """Sizes and addresses of masks, lengths and slopes.
 
     The arrays are contiguous, and must stay alive while the numbers are used.
     """
-    functions = options.functions
-    arrays = (
-        functions.states,
-        functions.spans,
-        functions.batch,
-        options.diagonal,
-        options.key_lengths,
-        options.mask,
-        options.bias,
-        options.shift,
-        options.slopes,
+    return (
+        options.general,
+        *options.mask.shape,
+        *options.bias.shape,
+        *options.slopes.shape,
+        address(options.diagonal),
+        address(options.key_lengths),
+        address(options.mask),
+        address(options.bias),
+        address(options.slopes),
     )
-    return OptionNumbers._make(
-        (
-            options.left,
-            options.right,
-            options.general,
-            *options.mask.shape,
-            *options.bias.shape,
-            *options.shift.shape,
-            *options.slopes.shape,
-            options.diagonal.size,
-            *functions[:4],
-            *functions.states.shape,
-            *functions.spans.shape,
-            functions.rows,
-            functions.keys,
-            functions.batch.size,
-            *map(address, arrays),
-        )
+
+
+def option_numbers(options: Semantics) -> tuple[int, ...]:
+    """`OptionNumbers`, of arrays as of `array_numbers`."""
+    functions = options.functions
+    return (
+        *array_numbers(options),
+        options.left,
+        options.right,
+        *options.shift.shape,
+        options.diagonal.size,
+        *functions[:4],
+        *functions.states.shape,
+        *functions.spans.shape,
+        functions.rows,
+        functions.keys,
+        functions.batch.size,
+        address(functions.states),
+        address(functions.spans),
+        address(functions.batch),
+        address(options.shift),
     )
 
 

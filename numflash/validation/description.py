@@ -84,8 +84,8 @@ class Problem:
     @property
     def reach(self) -> tuple[int, int]:
         """`left` and `right` as numbers, `NO_LIMIT` where there is none."""
-        left, right = (NO_LIMIT if side is None else side for side in (self.left, self.right))
-        return left, right
+        left, right = self.left, self.right
+        return NO_LIMIT if left is None else left, NO_LIMIT if right is None else right
 
     def changed(self, **fields: Any) -> Problem:
         """A copy with other fields, in a third of the time of `dataclasses.replace`."""

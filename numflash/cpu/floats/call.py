@@ -41,10 +41,7 @@ class Numbers(NamedTuple):
     head_dim: int
     value_dim: int
     words: int  # of 32 bits in a row of K
-    panels: int  # of packed keys, per head
     columns: int  # of a row of packed V
-    value_rows: int  # of packed V, per head
-    workers: int  # at most
     block_q: int  # at most
     parts: int  # of the keys where rows are few (`few_rows`), 0 where keys are packed
     q_batch: int  # from here on bytes from one batch, head and row to the next
@@ -68,6 +65,9 @@ class Numbers(NamedTuple):
     states: int  # of the parts of few rows
     spoiled: int
     lse: int  # where the caller needs none
+    panels: int  # of packed keys, per head; from here on what the options' arrays decide
+    value_rows: int  # of packed V, per head
+    workers: int  # at most
     stops: int  # an address
 
 
@@ -81,7 +81,7 @@ class Factors(NamedTuple):
 REDO = Numbers._fields.index("redo")
 LSE = Numbers._fields.index("lse")
 STRIDES = slice(Numbers._fields.index("q_batch"), Numbers._fields.index("packed_keys"))
-PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("stops"))
+PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("panels"))
 NUMBERS = len(Numbers._fields)
 FACTORS = len(Factors._fields)
 
