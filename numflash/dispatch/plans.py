@@ -12,7 +12,6 @@ masks, lengths, slopes and sinks, is `cuda.arrays.tensors.Again`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,20 @@ def shaped(arrays: Sequence[np.ndarray], layout: str, precision: str) -> Sequenc
     return arrays if precision == "int8" else [convert(x, precision) for x in arrays]
 
 
+def runner_for(
+    runner: Any, arrays: OptionArrays, alignment: str, shape: tuple[int, int, int, int]
+) -> tuple[Any, np.ndarray | None]:
+    """The runner of a call equal to that of `runner`, for these masks, lengths and slopes, and the
+    sinks; shape is (B, H, L, S).
+
+    No runner where it would take more memory than that of the first call.
+    """
+    fields = described(arrays, alignment, shape)
+    if arrays.attn_mask is arrays.key_lengths is arrays.alibi_slopes is None:
+        return runner, fields["sinks"]  # which no runner reads
+    return runner.for_options(fields), fields["sinks"]
+
+
 class OneProblem:
     """Equal calls on one problem.
 
@@ -59,12 +72,8 @@ class OneProblem:
         self.by_token = options.layout == "blhd"
 
     def with_arrays(self, arrays: OptionArrays) -> tuple[Any, np.ndarray | None]:
-        """The runner for these masks, lengths and slopes, and the sinks.
-
-        No runner where it would take more memory than that of the first call.
-        """
-        fields = described(arrays, self.alignment, self.grid)
-        return self.runner.for_options(fields), fields["sinks"]
+        """The runner for these masks, lengths and slopes, and the sinks, as of `runner_for`."""
+        return runner_for(self.runner, arrays, self.alignment, self.grid)
 
     def results(
         self, run: Any, operands: tuple[Any, Any, Any], sinks: np.ndarray | None
@@ -110,7 +119,7 @@ class ArrayPlan(OneProblem):
         super().__init__(problem, options, runner)
         query = given[0]
         self.layout, self.precision, self.ndim = options.layout, problem.precision, query.array.ndim
-        self.query = replace(query, array=np.empty(0))
+        self.query = query._replace(array=np.empty(0))
         self.plain, self.native = not options.arrays.given(), native
         whole = self.ndim == 4 and options.layout == "bhld"
         self.unchanged = whole and query.dtype == "float32"
@@ -188,7 +197,7 @@ class PackedPlan:
     ) -> None:
         self.parts, self.cuts, self.precision = parts, cuts, precision
         self.return_lse, self.total = options.return_lse, query.array.shape[0]
-        self.query = replace(query, array=np.empty(0))
+        self.query = query._replace(array=np.empty(0))
         self.starts = [(cu[:-1], np.diff(cu)) for cu in cuts]
 
     def __call__(self, query: Any, key: Any, value: Any) -> Any:

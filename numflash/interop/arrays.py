@@ -13,8 +13,7 @@ import functools
 import sys
 from collections.abc import Callable
 from ctypes import addressof, c_char
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,7 @@ RESULTS = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}  # of 
 HALVES = "eH"  # NumPy's characters of float16, and of the uint16 that bfloat16 is
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(NamedTuple):
     """An argument as a NumPy array.
 
     array : the data, bfloat16 as uint16 bits
@@ -132,7 +130,7 @@ def address(x: np.ndarray) -> int:
     """Where a contiguous array lies, 0 for an empty one; `x.ctypes.data` takes eight times as long."""
     if not x.size:
         return 0
-    at = cast(Any, x)
+    at: Any = x
     return addressof(c_char.from_buffer(at)) if x.flags.writeable else int(x.ctypes.data)
 
 
@@ -145,13 +143,14 @@ def spread(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         x does not broadcast to the shape.
     """
     lead = len(shape) - x.ndim
-    fits = lead >= 0 and all(
-        mine in (1, wanted) for mine, wanted in zip(x.shape, shape[lead:], strict=True)
-    )
-    if not (fits and x.flags.c_contiguous):
+    if lead < 0 or not x.flags.c_contiguous:
         return np.broadcast_to(x, shape)
-    steps = (0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=True))
-    return np.ndarray(shape, x.dtype, x, 0, (*(0,) * lead, *steps))
+    steps = [0] * lead
+    for size, step, wanted in zip(x.shape, x.strides, shape[lead:], strict=True):
+        if size not in (1, wanted):
+            return np.broadcast_to(x, shape)
+        steps.append(0 if size == 1 else step)
+    return np.ndarray(shape, x.dtype, x, 0, steps)
 
 
 def import_array(name: str, x: Any) -> Imported:

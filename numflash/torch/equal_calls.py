@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..dispatch import plan_store
+from ..dispatch.plans import runner_for
 from ..interop import device_tensors
 from ..interop.arrays import check_memory
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
 from ..tiling import PlanCache
-from .options import MASK, TENSORS, fields, hold_tensors
+from .options import MASK, TENSORS, hold_tensors, to_describe
 from .tensors import OF_NAME, READ, array, in_rows, is_held, result_like, strides
 from .threads import pytorch_threads
 
@@ -90,8 +91,7 @@ def with_tensors(
     """
     if not hold_tensors(options):
         return runner, None
-    found = fields(options, query, key)
-    return runner.for_options(found), found["sinks"]
+    return runner_for(runner, *to_describe(options, query, key))
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,7 @@ OPTIONS = {
 }
 # where tensors and some others stand among them
 TENSORS = [n for n, kind in enumerate(OPTIONS.values()) if kind == "Tensor?"]
+tensors_of = itemgetter(*TENSORS)
 MASK, SINKS, PRECISION, ALIGNMENT = (
     [*OPTIONS].index(name) for name in ("attn_mask", "sinks", "precision", "alignment")
 )
@@ -88,16 +90,23 @@ def detached(asked: Options) -> Options:
 
 def hold_tensors(options: tuple[Any, ...]) -> bool:
     """Whether one of the options is a tensor, whose numbers are looked at in each call."""
-    return any(isinstance(options[n], Tensor) for n in TENSORS)
+    return OptionArrays(*tensors_of(options)).given()
+
+
+def to_describe(
+    options: tuple[Any, ...], query: Tensor, key: Tensor
+) -> tuple[OptionArrays, str, tuple[int, int, int, int]]:
+    """The options' tensors, the alignment, and (B, H, L, S): what `validation.described` takes."""
+    mask, lengths, slopes, sinks = tensors_of(options)
+    alignment = options[ALIGNMENT]
+    mask, lengths = as_key_lengths(mask, lengths, alignment, key)
+    b, h, length, _ = query.shape
+    return OptionArrays(mask, lengths, slopes, sinks), alignment, (b, h, length, key.shape[2])
 
 
 def fields(options: tuple[Any, ...], query: Tensor, key: Tensor) -> dict[str, Any]:
     """The fields of a `Problem` that come from the options' tensors."""
-    mask, lengths, slopes, sinks = (options[n] for n in TENSORS)
-    mask, lengths = as_key_lengths(mask, lengths, options[ALIGNMENT], key)
-    b, h, length = query.shape[:3]
-    arrays = OptionArrays(mask, lengths, slopes, sinks)
-    return validation.described(arrays, options[ALIGNMENT], (b, h, length, key.shape[2]))
+    return validation.described(*to_describe(options, query, key))
 
 
 def parted(

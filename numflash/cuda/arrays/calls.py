@@ -232,5 +232,5 @@ def _described(operands: Operands, options: Options) -> tuple[list[Remote], vali
             f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own, 'int8'"
         )
     options = replace(options, attn_mask=mask, precision=precision or own)
-    q, k, v = (replace(import_array("array", x.array), dtype=x.dtype) for x in taken)
+    q, k, v = (import_array("array", x.array)._replace(dtype=x.dtype) for x in taken)
     return taken, validation.problem_of((q, k, v), options)
