@@ -40,6 +40,12 @@ F = np.float32
 ONE_SHIFT, ONE_SLOPE = np.zeros((1, 1, 1), F), np.zeros((1, 1), F)  # where there are none
 
 
+def slopes_of(problem: Problem) -> np.ndarray:
+    """ALiBi's slopes in Q8.8, one 0 for none."""
+    slopes = problem.alibi_slopes
+    return ONE_SLOPE if slopes is None else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8)
+
+
 def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Semantics:
     """The options of a problem as the kernels take them; scores are in Q8.8 (256 per octave).
 
@@ -48,12 +54,11 @@ def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Sema
     """
     nb, nh, _, length, _, _, _ = problem.shape
     no_shift = np.zeros((nb, nh, length), F) if problem.softcap else ONE_SHIFT
-    slopes = problem.alibi_slopes
     return Semantics(
         *edges_and_masks(problem, extreme),
         F(problem.softcap) * fx.LOG2E_Q8,
         no_shift if shift is None else shift,
-        ONE_SLOPE if slopes is None else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8),
+        slopes_of(problem),
         extreme,
         functions_of(problem),
     )

@@ -26,7 +26,15 @@ from .floats.float_packing import MANY_ROWS
 from .isa.isas import padded
 from .isa.strided import rows_of, strides_of
 from .plan import KernelPlan
-from .problem_arrays import at_address, heads, in_place, seen_keys, semantics
+from .problem_arrays import (
+    at_address,
+    heads,
+    in_place,
+    kernel_arrays,
+    seen_keys,
+    semantics,
+    slopes_of,
+)
 from .semantics import ARRAY_NUMBERS, Semantics, array_numbers, option_numbers
 
 F = np.float32
@@ -133,7 +141,7 @@ class FloatPlan(KernelPlan):
             workers=1,
             stops=0,
         )
-        self.options = self.semantics()
+        self.options = semantics(self.problem)
         self.numbers = np.array((*numbers, *option_numbers(self.options)), np.int64)
         shapes = (nb, nh, length, d), (nb, nkv, s, padded(d, self.step)), (nb, nkv, s, dv)
         size = self.operand.itemsize
@@ -152,13 +160,10 @@ class FloatPlan(KernelPlan):
         tiles = self.tiles
         return max(1, -(-seen // tiles.panel)), max(1, padded(seen, tiles.step) // tiles.group)
 
-    def semantics(self) -> Semantics:
-        """The problem's options as the kernels take them."""
-        return semantics(self.problem)
-
     def set_arrays(self) -> None:
-        """Write what masks, lengths and slopes of `options` decide into the numbers."""
+        """Write what the problem's masks, lengths and slopes decide into the numbers."""
         nb, nh, _, length, _, d, dv = self.shape
+        self.arrays = kernel_arrays(self.problem, slopes_of(self.problem))
         self.stops = np.ascontiguousarray(seen_keys(self.problem), np.int64)
         seen = max(self.stops.tolist(), default=0)
         self.packed = self._packed(seen)
@@ -167,7 +172,7 @@ class FloatPlan(KernelPlan):
             *self.packed,
             workers(kind, nb * nh * length * seen * (d + dv)),
             address(self.stops),
-            *array_numbers(self.options),
+            *array_numbers(self.arrays),
         )
 
     def for_options(self, fields: dict[str, Any]) -> FloatPlan | None:

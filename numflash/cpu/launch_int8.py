@@ -21,7 +21,7 @@ from ..numerics.scores import LIMIT, log_sum_exp, row_shift, score_unit
 from ..tiling import KEY_BLOCK, chosen, workers
 from ..validation import Problem
 from .floats.call import addresses
-from .general_int8 import run_general, semantics, stream_of
+from .general_int8 import run_general, semantics, slopes_of, stream_of
 from .int8.call import NUMBERS, PLACES, STRIDES, Numbers, make_float_call, make_ready_call
 from .int8.quantize_rows import LANES
 from .int8.quantize_values import value_type
@@ -29,8 +29,8 @@ from .isa.isas import VECTOR_ISAS, padded, running_lanes
 from .isa.strided import rows_of, strides_of
 from .launch_float import Results
 from .plan import KernelPlan
-from .problem_arrays import at_address, in_place, seen_keys
-from .semantics import ARRAY_NUMBERS, Semantics, array_numbers, option_numbers
+from .problem_arrays import at_address, in_place, kernel_arrays, seen_keys
+from .semantics import ARRAY_NUMBERS, array_numbers, option_numbers
 
 F = np.float32
 WORKERS = Numbers._fields.index("workers")
@@ -106,7 +106,7 @@ class Int8Plan(KernelPlan):
             stream=stream_of(problem, isa),
             **(NO_STRIDES | places),
         )
-        self.options = self.semantics()
+        self.options = semantics(self.problem, False, None)
         self.numbers = np.array((*numbers, *option_numbers(self.options)), np.int64)
         size = self.operand.itemsize
         steps = [step for x in self.shapes() for step in strides_of(x, size)]
@@ -120,16 +120,13 @@ class Int8Plan(KernelPlan):
             kind = "bfloat16" if self.operand == np.uint16 else "float32"
             self.call = make_float_call(isa, kind, problem.pv, *rows)
 
-    def semantics(self) -> Semantics:
-        """The problem's options as the kernels take them."""
-        return semantics(self.problem, False, None)
-
     def set_arrays(self) -> None:
-        """Write what masks, lengths and slopes of `options` decide into the numbers."""
+        """Write what the problem's masks, lengths and slopes decide into the numbers."""
         nb, nh, _, length, _, d, dv = self.shape
+        self.arrays = kernel_arrays(self.problem, slopes_of(self.problem))
         seen = max(seen_keys(self.problem).tolist(), default=0)
         self.numbers[WORKERS] = workers("int8", nb * nh * length * seen * (d + dv))
-        self.numbers[OF_ARRAYS] = array_numbers(self.options)
+        self.numbers[OF_ARRAYS] = array_numbers(self.arrays)
 
     def for_options(self, fields: dict[str, Any]) -> Int8Plan:
         """The plan of a problem whose `fields`, as of `validation.described`, are others."""

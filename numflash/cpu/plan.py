@@ -9,7 +9,7 @@ import numpy as np
 from ..jit.scratch import Layout
 from ..validation import Problem
 from .floats.call import addresses
-from .semantics import Semantics
+from .semantics import KernelArrays
 
 Own = TypeVar("Own", bound="KernelPlan")
 
@@ -25,17 +25,18 @@ class KernelPlan:
     problem : Problem
         Its query, key and value have shapes and no memory; its masks, lengths and slopes are the
         plan's own.
-    options : Semantics
-        The problem's, as its kernels take them.
     numbers : int64 array
         What the compiled call reads: `Numbers` of its kernels, and `semantics.OptionNumbers`.
+    arrays : semantics.KernelArrays
+        Whose addresses are among the numbers.
     layout : of scratch memory
     first : the plan that this one is a copy of
+        The other addresses are those of its arrays.
     """
 
     problem: Problem
-    options: Semantics
     numbers: np.ndarray
+    arrays: KernelArrays
     layout: Layout
     first: KernelPlan | None = None
 
@@ -44,17 +45,12 @@ class KernelPlan:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.problem, copy.numbers = self.problem.changed(**fields), self.numbers.copy()
-        copy.first = self  # whose arrays have addresses among the numbers
-        copy.options = copy.semantics()
+        copy.first = self
         copy.set_arrays()
         return copy
 
-    def semantics(self) -> Semantics:
-        """The problem's options as its kernels take them."""
-        raise NotImplementedError
-
     def set_arrays(self) -> None:
-        """Write what masks, lengths and slopes of `options` decide into the numbers."""
+        """Write what the problem's masks, lengths and slopes decide into the numbers."""
         raise NotImplementedError
 
     def run(

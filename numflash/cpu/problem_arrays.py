@@ -7,7 +7,7 @@ import numpy as np
 from ..interop.arrays import ArrayInterface
 from ..numerics.fixedpoint import LOG2E
 from ..validation import Problem
-from .semantics import NO_TILES, ScoreTiles, Semantics
+from .semantics import NO_TILES, KernelArrays, ScoreTiles, Semantics
 
 F = np.float32
 Array = np.ndarray
@@ -47,17 +47,27 @@ def edges_and_masks(
 
     changed : whether scores are changed whatever the options are
     """
-    has_mask = problem.mask is not None
-    has_bias = problem.bias is not None
-    sloped = problem.alibi_slopes is not None
     return (
         *edges(problem),
-        changed or has_mask or has_bias or bool(problem.softcap) or sloped,
+        changed or is_general(problem),
         compact(problem.mask, np.uint8),
         compact(problem.bias, F),
-        has_mask,
-        has_bias,
+        problem.mask is not None,
+        problem.bias is not None,
     )
+
+
+def is_general(problem: Problem) -> bool:
+    """Whether masks, bias, softcap or slopes are to be looked at."""
+    arrays_given = not problem.mask is problem.bias is problem.alibi_slopes is None
+    return arrays_given or bool(problem.softcap)
+
+
+def kernel_arrays(problem: Problem, slopes: Array) -> KernelArrays:
+    """What kernels read of masks, lengths and slopes; the latter in their unit."""
+    _, _, diagonal, key_lengths = edges(problem)
+    mask, bias = compact(problem.mask, np.uint8), compact(problem.bias, F)
+    return KernelArrays(is_general(problem), diagonal, key_lengths, mask, bias, slopes)
 
 
 def semantics(problem: Problem, double: bool = False) -> Semantics:
@@ -92,9 +102,9 @@ def slope_functions(problem: Problem, double: bool = False) -> ScoreTiles:
 
 def seen_keys(problem: Problem) -> np.ndarray:
     """(B,) int64: keys of each batch that some row can see."""
-    length, s = problem.shape[3:5]
     if problem.right is None:
         return problem.key_lengths
+    length = problem.query.shape[2]
     return np.minimum(
         np.maximum(problem.diagonal + (length + problem.right), 0), problem.key_lengths
     )

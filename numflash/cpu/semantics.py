@@ -150,7 +150,18 @@ OPTION_NUMBERS = len(OptionNumbers._fields)
 ARRAY_NUMBERS = OptionNumbers._fields.index("left")
 
 
-def array_numbers(options: Semantics) -> tuple[int, ...]:
+class KernelArrays(NamedTuple):
+    """The fields of `Semantics` that masks, lengths and slopes decide."""
+
+    general: bool
+    diagonal: np.ndarray
+    key_lengths: np.ndarray
+    mask: np.ndarray
+    bias: np.ndarray
+    slopes: np.ndarray
+
+
+def array_numbers(options: KernelArrays | Semantics) -> tuple[int, ...]:
     """Sizes and addresses of masks, lengths and slopes.
 
     The arrays are contiguous, and must stay alive while the numbers are used.

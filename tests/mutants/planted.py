@@ -708,14 +708,14 @@ MUTANTS = [
     # ---- PyTorch
     Mutant(
         "torch/padding.py",
-        "        or 0 in mask.shape\n",
-        "",
+        "if (nb, s) != (batch, keys) or 0 in mask.shape:",
+        "if (nb, s) != (batch, keys):",
         "tests/pytorch/test_torch_operator.py",
     ),
     Mutant(
         "torch/padding.py",
-        "falling = (seen[:, 1:] <= seen[:, :-1]).all()",
-        "falling = True",
+        "rising = np.count_nonzero(seen[:, 1:] > seen[:, :-1])",
+        "rising = 0",
         TORCH,
     ),
     Mutant(
