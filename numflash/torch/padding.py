@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..interop.arrays import memory_of
+
 
 def as_key_lengths(
     mask: Tensor | None, lengths: Tensor | None, alignment: str, key: Tensor
@@ -31,7 +33,7 @@ def _key_lengths(mask: Tensor, batch: int, keys: int) -> Tensor | np.ndarray | N
     if (heads > 1 and of_heads) or (rows > 1 and of_rows):
         return None
     if mask.is_cpu:
-        seen = mask.numpy()[:, 0, 0]
+        seen = memory_of("attn_mask", mask)[:, 0, 0]
         rising = np.count_nonzero(seen[:, 1:] > seen[:, :-1])
         return None if rising else seen.sum(1)
     row = mask[:, 0, 0]

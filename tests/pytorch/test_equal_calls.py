@@ -360,6 +360,19 @@ def test_memory_that_was_freed_between_the_passes():
             call()
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 1, 53), (1, 1, 37, 53)], ids=["padding", "mask"])
+def test_masks_whose_memory_was_freed(shape):
+    """In a first call and in one that is equal to an earlier one."""
+    plan_store.runners.plans.clear()
+    for _ in range(2):
+        mask = torch.ones(shape, dtype=torch.bool)
+        kept = mask.clone()
+        mask.untyped_storage().resize_(0)
+        with pytest.raises(ArgumentError, match="attn_mask: got a tensor whose memory was freed"):
+            nt.attention(Q, K, V, mask)
+        nt.attention(Q, K, V, kept)
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_gradients_of_equal_calls(with_lse, monkeypatch):
     """They follow the tensors and the number of threads; rows that float32 cannot hold are computed
