@@ -6,12 +6,13 @@ Packing, options as arrays, and the rows that float32 cannot hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
 
 from ..interop.arrays import to_float32
-from ..jit import guard, target
+from ..jit import guard
 from ..jit.memory import fresh
 from ..jit.threads import count, limit, one_at_a_time
 from ..numerics.fixedpoint import LOG2E
@@ -20,6 +21,7 @@ from ..validation import LARGEST_LSE, Problem
 from .backward import backward_rows, tiled
 from .backward.held import Given, found_of
 from .floats.call import addresses
+from .launch_float import isa_of
 from .problem_arrays import heads, semantics, slope_functions
 
 F = np.float32
@@ -45,8 +47,7 @@ def run(
     (B, H, L, S), which become the gradients of the scores that mask, bias and slopes were applied
     to, 0 where a row does not attend to a key; or None.
     """
-    bfloat16 = problem.precision == "bfloat16"
-    isa = target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
+    isa = isa_of(problem, isa)
     nb, nh, nkv, length, s, d, dv = problem.shape
     shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
     dq, dk, dv_ = results or tuple(fresh(shape, F) for shape in shapes)
@@ -76,9 +77,9 @@ def _most_threads(problem: Problem) -> int:
 
 
 class GradientRunner:
-    """What computes the gradients of equal float32 problems without masks, slopes and functions.
+    """What computes the gradients of equal problems without score functions.
 
-    problem : the first of them
+    problem : the first of them, without masks, slopes and sinks
     isa : an instruction set with register tiles
     """
 
@@ -87,29 +88,37 @@ class GradientRunner:
         self.most = _most_threads(problem)
         self.plans: dict[int, tiled.GradientPlan] = {}
 
-    def run_at(self, operands: tuple[int, ...], results: tuple[int, ...]) -> bool:
+    def run_at(
+        self,
+        operands: tuple[int, ...],
+        results: tuple[int, ...],
+        fields: dict[str, Any] | None = None,
+    ) -> bool:
         """Write the gradients of query, key and value; False where some rows have to be computed again
         in float64, by `run`.
 
         operands : addresses of query, key, value, grad_out, out, lse and its gradient or 0, contiguous
             float32
-        results : of theirs
+        results : of theirs, and of zeros for those of the scores, or 0
+        fields : masks, lengths, slopes and sinks as of `validation.described`, if they are not the first
+            problem's
         """
         threads = min(count(), self.most)
         plan = self.plans.get(threads)
         if plan is None:
             plan = self.plans[threads] = tiled.plan_of(self.problem, self.isa, threads)
-        return plan.run((*operands, *results, 0)) is None
+        if fields is not None:
+            plan = plan.with_options(fields)
+        return plan.run((*operands, *results)) is None
 
 
 def gradient_runner(problem: Problem) -> GradientRunner | None:
-    """The runner of a problem and of all that are equal but for their operands; None where there is
-    no such thing.
+    """The runner of a problem and of all that are equal but for their operands and the numbers of their
+    options' arrays; None where there is no such thing.
     """
-    isa = target.require(None, target.FLOAT_ISAS)
-    arrays = problem.mask, problem.bias, problem.alibi_slopes, problem.functions
-    other = problem.precision != "float32" or any(x is not None for x in arrays)
-    return None if other or isa == "portable" else GradientRunner(problem, isa)
+    isa = isa_of(problem)
+    other = problem.functions is not None or isa == "portable"
+    return None if other else GradientRunner(problem, isa)
 
 
 def _portable(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -91,32 +91,22 @@ def keep_quantized(
         _plans.keep(key, QuantizedPlan(problem, ndim, options, runner))
 
 
-class KnownGradients(NamedTuple):
-    """What equal calls of a gradient on tensors have in common: the problem, without its operands, and
-    what computes them if float32 holds all rows, or None.
-    """
-
-    problem: Problem
-    runner: Any
-
-
 # of calls on tensors, by a key of their own: what computes them, and their gradients
 runners: PlanCache[Any] = PlanCache()
-gradients: PlanCache[KnownGradients] = PlanCache()
+gradients: PlanCache[Any] = PlanCache()
 
 
-def keep_gradients(key: Any, problem: Problem, impl: str, plain: bool) -> None:
-    """Keep what a call of a gradient that has succeeded leaves for the next ones, without its arrays.
-
-    plain : no option is a tensor: such calls are equal in all but their operands
+def keep_gradients(key: Any, problem: Problem, impl: str, given: str) -> None:
+    """Keep what computes the gradients of a call on tensors of dtype `given` that has succeeded, if it
+    does not round them. It keeps no mask.
     """
-    runner = None
-    if plain and _runs_on_cpu(problem, impl):
-        from ..cpu import launch_backward
+    if problem.precision != given or not _runs_on_cpu(problem, impl):
+        return
+    from ..cpu import launch_backward
 
-        runner = launch_backward.gradient_runner(problem)
-    bare = problem.with_operands(None, None, None).changed(**NO_ARRAYS)
-    gradients.keep(key, KnownGradients(bare, runner))
+    runner = launch_backward.gradient_runner(problem.changed(**NO_ARRAYS))
+    if runner is not None:
+        gradients.keep(key, runner)
 
 
 def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:

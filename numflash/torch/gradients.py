@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import api, validation
-from ..dispatch import backends, plan_store, plans
+from ..dispatch import backends, plan_store
 from ..dispatch.option_gradients import of_mask as of_mask_gradient
 from ..errors import UnsupportedError
+from ..interop.arrays import check_memory
 from ..jit.threads import one_at_a_time, refuse_after_fork
-from ..validation import Problem
 from ..validation.options import Options
 from .batching import one_call
-from .equal_calls import check_operands, known_call, on_card
+from .equal_calls import _without_tensors, on_card
 from .options import (
     GRADIENT_TENSORS,
     LAST,
@@ -33,6 +32,10 @@ from .options import (
 )
 from .tensors import array, plain
 from .threads import pytorch_threads
+
+# what operands of a dtype are computed in, unless something else is asked for
+PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NAMES = "query", "key", "value", "grad_out", "out", "lse"  # as a runner takes them
 
 
 def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -94,89 +97,149 @@ def _on_cpu(
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and mask, the last of size 0 where it is not wanted."""
     _, query, key, value, _, _ = tensors
-    call, known = known_call(plan_store.gradients, query, key, value, options)
-    if call is not None:
-        check_operands(query, key, value)
-    taken = known is not None and _are_results(tensors, grad_lse)
-    whole = taken and all(plain(x, torch.float32) for x in (query, key, value))
-    runner = known.runner if known is not None and whole and not of_mask else None
-    if runner is not None:
-        held = _by_runner(runner, tensors, grad_lse)
-        if held is not None:
-            return *held, query.new_empty(0)
-    grad_out, query, key, value, out, lse = (x.detach() for x in tensors)
-    if known is None:
-        asked, impl = _asked_for(options, key)
-        problem = validation.problem(query, key, value, asked)
-    else:
-        problem, impl = _again(known.problem, query, key, value, options), options[-1]
-    if taken:
-        of_lse = None if grad_lse is None else grad_lse.numpy()
-        operands = grad_out.numpy(), out.numpy(), lse.numpy(), of_lse
-    else:
-        shape, given = tuple(query.shape), (grad_out, out, lse, grad_lse)
-        operands = validation.gradient_operands(problem, shape, *given, "bhld")
-    found = [x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
-    nb, nh, _, length, s, _, _ = problem.shape
-    scores = np.zeros((nb, nh, length, s), np.float32) if of_mask else None
-    with pytorch_threads():
-        backends.solve_backward(problem, operands, impl, [array(x) for x in found], scores)
-    if call is not None and known is None:
-        plan_store.keep_gradients(call, problem, impl, not hold_tensors(options))
-    return *(x.to(query.dtype) for x in found), _of_mask(scores, options[MASK], query)
+    found = [_memory_for(x) for x in (query, key, value)]
+    scores = None
+    if of_mask:
+        scores = query.new_zeros((*query.shape[:3], key.shape[2]), dtype=torch.float32)
+    call, runner = _known_gradients(query, key, value, options)
+    known = runner is not None and _are_results(tensors, grad_lse)
+    if not (known and _by_runner(runner, tensors, grad_lse, options, found, scores)):
+        given = [x.detach() for x in tensors]
+        _in_full(given, grad_lse, options, found, scores, None if known else call)
+    return *found, _of_mask(scores, options[MASK], query)
 
 
-def _by_runner(
-    runner: Any, tensors: tuple[Tensor, ...], grad_lse: Tensor | None
-) -> list[Tensor] | None:
-    """The gradients of query, key and value by a `GradientRunner`; None where it does not hold all
-    rows.
+def _memory_for(x: Tensor) -> Tensor:
+    """Memory for the gradient of x, in the layout of x if its rows are contiguous there, as PyTorch's
+    own are: the gradient of a transposed tensor is copied nowhere. On a card it is contiguous.
     """
-    refuse_after_fork()
-    grad_out, query, key, value, out, lse = tensors
-    found = [x.new_empty(x.shape) for x in (query, key, value)]
-    places = [x.data_ptr() for x in (query, key, value, grad_out, out, lse)]
-    of_lse = 0 if grad_lse is None else grad_lse.data_ptr()
-    with pytorch_threads(), one_at_a_time():
-        held = runner.run_at((*places, of_lse), tuple(x.data_ptr() for x in found))
-    return found if held else None
+    like = torch.empty_like(x)
+    return like if x.is_cpu and like.stride(3) == 1 else x.new_empty(x.shape)
 
 
-def _again(
-    known: Problem, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
-) -> Problem:
-    """The problem of an equal call, with these tensors."""
-    tensors = query, key, value
-    whole = query.dtype is torch.float32  # NumPy has no bfloat16
-    taken = [x.numpy() for x in tensors] if whole else plans.taken_in(*tensors)
-    problem = known.with_operands(*plans.shaped(taken, "bhld", known.precision))
-    if hold_tensors(options):
-        problem = problem.changed(**fields(options, query, key))
-    return problem
+def _known_gradients(
+    query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, Any | None]:
+    """`known_call` for tensors in any layout: the key of equal calls, and what computes their gradients."""
+    dtype = query.dtype if type(query) is Tensor else None
+    if dtype not in PRECISIONS or not all(_is_dense(x, dtype) for x in (query, key, value)):
+        return None, None
+    asked = _without_tensors(options, dtype) if hold_tensors(options) else options
+    if asked is None:
+        return None, None
+    try:
+        call = dtype, query.shape, key.shape, value.shape, asked, tuple(map(type, asked))
+        return call, plan_store.gradients.get(call)
+    except TypeError:  # an option that cannot be hashed
+        return None, None
+    except RuntimeError:  # a nested tensor of the strided layout has no shape
+        return None, None
 
 
-def _of_mask(scores: np.ndarray | None, mask: Tensor, query: Tensor) -> Tensor:
-    """The gradient of a mask from that of the scores (B, H, L, S); of size 0 without these."""
-    if scores is None:
-        return query.new_empty(0)
-    return torch.from_numpy(of_mask_gradient(scores, tuple(mask.shape))).to(mask.dtype)
+def _is_dense(x: Any, dtype: torch.dtype) -> bool:
+    """Whether x is a tensor of `dtype` whose numbers are in its memory, in any layout."""
+    return (
+        type(x) is Tensor
+        and x.dtype is dtype
+        and x.layout is torch.strided
+        and x.is_cpu
+        and not x.is_neg()
+    )
 
 
 def _are_results(tensors: tuple[Tensor, ...], grad_lse: Tensor | None) -> bool:
-    """Whether those that are not operands are contiguous float32 tensors of the shapes that belong to
+    """Whether those that are not operands are dense tensors of the dtypes and shapes that belong to
     query and value.
     """
     grad_out, query, _, value, out, lse = tensors
-    rows, kind = query.shape[:3], torch.float32
+    rows, dtype = query.shape[:3], query.dtype
     shape = (*rows, value.shape[3])
     return (
-        plain(out, kind)
-        and plain(grad_out, kind)
-        and plain(lse, kind)
+        _is_dense(out, dtype)
+        and _is_dense(grad_out, dtype)
+        and plain(lse, torch.float32)
         and out.shape == grad_out.shape == shape
         and lse.shape == rows
-        and (grad_lse is None or (plain(grad_lse, kind) and grad_lse.shape == rows))
+        and (grad_lse is None or (plain(grad_lse, torch.float32) and grad_lse.shape == rows))
     )
+
+
+def _by_runner(
+    runner: Any,
+    tensors: tuple[Tensor, ...],
+    grad_lse: Tensor | None,
+    options: tuple[Any, ...],
+    found: list[Tensor],
+    scores: Tensor | None,
+) -> bool:
+    """Write the gradients of query, key and value to `found`, and those of the scores, by a
+    `GradientRunner`; False where it does not hold all rows.
+    """
+    refuse_after_fork()
+    grad_out, query, key, value, out, lse = tensors
+    given = query, key, value, grad_out, out, lse
+    for name, x in zip(NAMES, given, strict=True):
+        check_memory(name, x)
+    changed = fields(options, query, key) if hold_tensors(options) else None
+    operands = [x.float().contiguous() for x in given]
+    written = [_as_written(x) for x in found]
+    others = [0 if x is None else x.data_ptr() for x in (grad_lse, scores)]
+    with pytorch_threads(), one_at_a_time():
+        held: bool = runner.run_at(
+            (*(x.data_ptr() for x in operands), others[0]),
+            (*(x.data_ptr() for x in written), others[1]),
+            changed,
+        )
+    if held:
+        _copy(written, found)
+    elif scores is not None:
+        scores.zero_()
+    return held
+
+
+def _as_written(x: Tensor) -> Tensor:
+    """Contiguous float32 memory that a kernel writes instead of x: x itself where it is that."""
+    return x if plain(x, torch.float32) else x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _copy(written: list[Tensor], found: list[Tensor]) -> None:
+    """What was written elsewhere, rounded to the dtypes of `found`."""
+    for x, to in zip(written, found, strict=True):
+        if x is not to:
+            to.copy_(x)
+
+
+def _in_full(
+    tensors: list[Tensor],
+    grad_lse: Tensor | None,
+    options: tuple[Any, ...],
+    found: list[Tensor],
+    scores: Tensor | None,
+    call: Any,
+) -> None:
+    """The same of a call that is checked in full, and leaves a runner for the next one with the key
+    `call`, if there is one.
+    """
+    grad_out, query, key, value, out, lse = tensors
+    asked, impl = _asked_for(options, key)
+    problem = validation.problem(query, key, value, asked)
+    shape, given = tuple(query.shape), (grad_out, out, lse, grad_lse)
+    operands = validation.gradient_operands(problem, shape, *given, "bhld")
+    written = [_as_written(x) for x in found]
+    with pytorch_threads():
+        of_scores = None if scores is None else array(scores)
+        backends.solve_backward(problem, operands, impl, [array(x) for x in written], of_scores)
+    _copy(written, found)
+    if call is not None:
+        plan_store.keep_gradients(call, problem, impl, PRECISIONS[query.dtype])
+
+
+def _of_mask(scores: Tensor | None, mask: Tensor, query: Tensor) -> Tensor:
+    """The gradient of a mask from that of the scores (B, H, L, S); of size 0 without these."""
+    if scores is None:
+        return query.new_empty(0)
+    found = of_mask_gradient(array(scores), tuple(mask.shape))
+    return torch.from_numpy(found).to(mask.dtype)
 
 
 def no_second_derivatives(ctx: Any, *grads: Any) -> tuple:
@@ -198,7 +261,7 @@ attention_backward_operator = torch.library.custom_op(
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, options, of_mask, of_sinks, _ = parted(arguments)
     _, query, key, value, _, _ = tensors
-    found = [x.new_empty(x.shape) for x in (query, key, value)]
+    found = [_memory_for(x) for x in (query, key, value)]
     for wanted, place in ((of_mask, MASK), (of_sinks, SINKS)):
         option = options[place]
         found.append(option.new_empty(option.shape) if wanted else query.new_empty(0))

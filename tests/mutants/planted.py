@@ -355,14 +355,14 @@ MUTANTS = [
     ),
     Mutant(
         "torch/gradients.py",
-        "return found if held else None",
-        "return found",
+        "    return held\n",
+        "    return True\n",
         "tests/pytorch/test_equal_calls.py -k gradients_of_equal",
     ),
     Mutant(
-        "dispatch/plan_store.py",
-        "if plain and _runs_on_cpu(problem, impl):",
-        "if _runs_on_cpu(problem, impl):",
+        "cpu/launch_backward.py",
+        "if fields is not None:",
+        "if fields is None:",
         "tests/pytorch/test_equal_calls.py -k follow_the_options",
     ),
     Mutant(

@@ -14,10 +14,11 @@ from ...tiling import PlanCache
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import padded
+from ..plan import KernelPlan
 from ..problem_arrays import at_address
-from ..semantics import Semantics, option_numbers
+from ..semantics import OPTION_NUMBERS, Semantics, option_numbers
 from . import flash_backward
-from .call import PLACES, Numbers, make_call
+from .call import NUMBERS, PLACES, Numbers, make_call
 from .held import CHUNK
 from .operands import KEYS, QUERIES, Options, options_of
 
@@ -28,7 +29,7 @@ Kinds = dict[str, tuple[Any, tuple[int, ...]]]  # names of `Numbers`, dtypes and
 Shape = tuple[int, ...]
 
 
-class GradientPlan:
+class GradientPlan(KernelPlan):
     """Places in scratch memory, options as numbers: equal are calls of the same shapes and options.
 
     A plan may be used by many threads at a time.
@@ -45,6 +46,7 @@ class GradientPlan:
     """
 
     def __init__(self, problem: Problem, isa: str, workers: int) -> None:
+        self.problem = problem.without_memory()
         shape = self.shape = problem.shape
         nb, nh, nkv, length, s, d, dv = shape
         blocks = -(-s // flash_backward.keys_of_block(isa))
@@ -64,14 +66,19 @@ class GradientPlan:
             name: math.prod(of) * np.dtype(kind).itemsize for name, (kind, of) in kinds.items()
         }
         places = self.layout.add_all(**sizes)
-        self.options = options_of(problem)  # the numbers hold the addresses of its arrays
         numbers = Numbers(*shape, *columns, workers, splits, bounds(problem), **places)
-        self.numbers = np.array((*numbers, *option_numbers(_flat(self.options))), np.int64)
+        self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
+        self.set_options()
         of_keys = 1.0 if shared else scale
         cap = float(self.options.softcap)
         reals = factor, scale, of_keys, largest_scale(problem), cap
         self.reals = np.array(reals, np.float64)
         self.call = make_call(isa)
+
+    def set_options(self) -> None:
+        """Write what depends on masks, lengths and slopes into the numbers."""
+        self.options = options_of(self.problem)  # the numbers hold the addresses of its arrays
+        self.numbers[NUMBERS:] = option_numbers(_flat(self.options))
 
     def run(self, operands: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
         """Gradients of the rows that float32 holds: which rows it does not, and the delta of all.
