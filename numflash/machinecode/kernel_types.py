@@ -106,8 +106,9 @@ def backward(kind: str = "float32") -> tuple[Any, ...]:
         INT, INT, integers, integers, array("uint8", 5), array("float32", 5), FLOAT, f2,
         score_tiles(), containers.UniTuple(INT, 2),
     )  # fmt: skip
-    given = f3, f3, f3, f3, f3, f2, f2, integers, types.float64, types.boolean
+    given = *[ROWS_IN_PLACE] * 5, f2, f2, integers, types.float64, types.boolean
     booleans = array("bool_", 2)
+    gradients = containers.NamedTuple((*[ROWS_IN_PLACE] * 3, f3), b.Gradients)
     found = booleans, booleans, f2, f2, array("float64", 2), array("int32", 3)
     return (
         containers.NamedTuple(given, held.Given),
@@ -118,8 +119,8 @@ def backward(kind: str = "float32") -> tuple[Any, ...]:
         integers,
         containers.NamedTuple((f2, f2, f2, o2, o2, o2, o3, o3, o3, f2, f3, f3), b.Scratch),
         containers.NamedTuple((o3, o2, o3, o2, array("float32", 4)), b.Prepared),
-        containers.NamedUniTuple(f3, 4, b.Gradients),
-        containers.NamedUniTuple(f3, 4, b.Gradients),
+        gradients,
+        gradients,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,13 +182,16 @@ def _by_runner(
     for name, x in zip(NAMES, given, strict=True):
         check_memory(name, x)
     changed = fields(options, query, key) if hold_tensors(options) else None
-    operands = [x.float().contiguous() for x in given]
-    written = [_as_written(x) for x in found]
+    operands = [_in_rows(x) for x in given]
+    written = [
+        x if x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32) for x in found
+    ]
     others = [0 if x is None else x.data_ptr() for x in (grad_lse, scores)]
     with pytorch_threads(), one_at_a_time():
         held: bool = runner.run_at(
             (*(x.data_ptr() for x in operands), others[0]),
             (*(x.data_ptr() for x in written), others[1]),
+            _strides((*operands[:5], *written)),
             changed,
         )
     if held:
@@ -195,6 +199,19 @@ def _by_runner(
     elif scores is not None:
         scores.zero_()
     return held
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """x as float32 whose rows are contiguous, copied only where it is not."""
+    x = x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(tensors: tuple[Tensor, ...]) -> np.ndarray | None:
+    """`cpu.backward.call.Strides` of float32 tensors; None where all are contiguous."""
+    if all(x.is_contiguous() for x in tensors):
+        return None
+    return np.array([4 * n for x in tensors for n in x.stride()[:3]], np.int64)
 
 
 def _as_written(x: Tensor) -> Tensor:

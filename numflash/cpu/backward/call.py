@@ -17,6 +17,7 @@ from ...jit.compiler import inline, kernel
 from ...jit.memory import array_at, unpacked
 from ...jit.parallel import limit_threads, use_threads
 from ..floats.float_isas import FLOAT_ISAS
+from ..isa.strided import Strided
 from ..semantics import OPTION_NUMBERS, OptionNumbers, functions_at
 from .flash_backward import make_backward
 from .held import CHUNK, Found, Given
@@ -73,6 +74,35 @@ class Numbers(NamedTuple):
     copies_dv: int
 
 
+class Strides(NamedTuple):
+    """Bytes from one batch entry, head and row to the next: of operands and results, in one int64 array."""
+
+    q_batch: int
+    q_head: int
+    q_row: int
+    k_batch: int
+    k_head: int
+    k_row: int
+    v_batch: int
+    v_head: int
+    v_row: int
+    do_batch: int
+    do_head: int
+    do_row: int
+    out_batch: int
+    out_head: int
+    out_row: int
+    dq_batch: int
+    dq_head: int
+    dq_row: int
+    dk_batch: int
+    dk_head: int
+    dk_row: int
+    dv_batch: int
+    dv_head: int
+    dv_row: int
+
+
 class RealNumbers(NamedTuple):
     """What it reads from one float64 array: `Factors`, the scale of `held.Given`, softcap * log2(e)."""
 
@@ -84,6 +114,7 @@ class RealNumbers(NamedTuple):
 
 
 NUMBERS = len(Numbers._fields)
+STRIDES = len(Strides._fields)
 REALS = len(RealNumbers._fields)
 PLACES = slice(Numbers._fields.index("skip"), NUMBERS)
 
@@ -123,13 +154,15 @@ def _found_at(at, p):
 
 @functools.cache
 def make_call(isa: str) -> Callable[..., bool]:
-    """call(q, k, v, do, out, lse, grad_lse, dq, dk, dv, scores, room, numbers, reals) -> whether float32 does
-    not hold all rows.
+    """call(q, k, v, do, out, lse, grad_lse, dq, dk, dv, scores, room, numbers, strides, reals) -> whether
+    float32 does not hold all rows.
 
     q, k, v, do, out, lse, grad_lse : addresses of q (B, H, L, D), k (B, Hkv, S, D), v (B, Hkv, S,
-        Dv), do and out (B, H, L, Dv), lse (B, H, L) and its gradient or 0, all contiguous float32
-    dq, dk, dv, scores, room : of the results, shaped like q, k and v, and (B, H, L, S) zeros or 0,
-        float32 as well; of scratch memory
+        Dv), do and out (B, H, L, Dv), whose rows are contiguous, lse (B, H, L) and its gradient or 0,
+        which are contiguous, all float32
+    dq, dk, dv, scores, room : of the results, shaped like q, k and v, and contiguous (B, H, L, S) zeros
+        or 0, float32 as well; of scratch memory
+    numbers, strides, reals : `Numbers` and `OptionNumbers`, `Strides`, `RealNumbers`
     """
     tiles = FLOAT_ISAS[isa]
     narrow = tiles.group == 2  # the operands of products are bfloat16
@@ -171,45 +204,40 @@ def make_call(isa: str) -> Callable[..., bool]:
         )
 
     @inline
-    def gradients_at(dq, dk, dv, scores, n, n_kv, p):
-        of_scores = n if scores != 0 else 0
-        return Gradients(
-            array_at(dq, (n, p.length, p.head_dim), np.float32),
-            array_at(dk, (n_kv, p.keys, p.head_dim), np.float32),
-            array_at(dv, (n_kv, p.keys, p.value_dim), np.float32),
-            array_at(scores, (of_scores, p.length, p.keys), np.float32),
-        )
+    def copies_at(at, p, d):
+        """A contiguous (B, H, S, d): a copy for each query head."""
+        head = p.keys * d * 4
+        return Strided(at, p.heads * head, head, d * 4, p.heads, p.keys, d)
 
     @kernel
-    def call(q, k, v, do, out, lse, grad_lse, dq, dk, dv, scores, room, numbers, reals):
+    def call(q, k, v, do, out, lse, grad_lse, dq, dk, dv, scores, room, numbers, strides, reals):
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = RealNumbers(*unpacked(reals, REALS))
-        n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
-        of_rows, rows = (n, p.length, p.value_dim), (n, p.length)
+        s = Strides(*unpacked(strides, STRIDES))
+        n, d, width = p.batch * p.heads, p.head_dim, p.value_dim
         given = Given(
-            array_at(q, (n, p.length, p.head_dim), np.float32),
-            array_at(k, (n_kv, p.keys, p.head_dim), np.float32),
-            array_at(v, (n_kv, p.keys, p.value_dim), np.float32),
-            array_at(do, of_rows, np.float32),
-            array_at(out, of_rows, np.float32),
-            array_at(lse, rows, np.float32),
+            Strided(q, s.q_batch, s.q_head, s.q_row, p.heads, p.length, d),
+            Strided(k, s.k_batch, s.k_head, s.k_row, p.kv_heads, p.keys, d),
+            Strided(v, s.v_batch, s.v_head, s.v_row, p.kv_heads, p.keys, width),
+            Strided(do, s.do_batch, s.do_head, s.do_row, p.heads, p.length, width),
+            Strided(out, s.out_batch, s.out_head, s.out_row, p.heads, p.length, width),
+            array_at(lse, (n, p.length), np.float32),
             array_at(grad_lse, (n if grad_lse != 0 else 0, p.length), np.float32),
             array_at(o.key_lengths, (p.batch,), np.int64),
             f.largest_scale,
             p.bounds != 0,
         )
-        results = gradients_at(dq, dk, dv, scores, n, n_kv, p)
-        shared = p.heads > p.kv_heads
-        sums = gradients_at(
-            dq,
-            room + p.copies_dk if shared else dk,
-            room + p.copies_dv if shared else dv,
-            scores,
-            n,
-            n if shared else n_kv,
-            p,
+        results = Gradients(
+            Strided(dq, s.dq_batch, s.dq_head, s.dq_row, p.heads, p.length, d),
+            Strided(dk, s.dk_batch, s.dk_head, s.dk_row, p.kv_heads, p.keys, d),
+            Strided(dv, s.dv_batch, s.dv_head, s.dv_row, p.kv_heads, p.keys, width),
+            array_at(scores, (n if scores != 0 else 0, p.length, p.keys), np.float32),
         )
+        sums = results
+        if p.heads > p.kv_heads:
+            copies = copies_at(room + p.copies_dk, p, d), copies_at(room + p.copies_dv, p, width)
+            sums = Gradients(results.dq, copies[0], copies[1], results.scores)
         threads = limit_threads(p.workers)
         left = differentiate(
             given,

@@ -37,6 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, separate
+from ...jit.memory import array_at
 from ...jit.parallel import over_tasks
 from ..floats.float_isas import FLOAT_ISAS
 from ..floats.float_rows import row_narrow, row_scale
@@ -308,7 +309,7 @@ def make_backward(name: str):
     @inlined
     def prepare_head(x, n, slot, room):
         """Q and dO of head n, by the worker that `slot` belongs to."""
-        for chunk in range((x.q.shape[1] + QUERIES - 1) // QUERIES):
+        for chunk in range((x.q.length + QUERIES - 1) // QUERIES):
             prepare(x.q, x.skip, n, chunk, room.q[slot], room.q_packed[slot])
             prepare(x.do, x.skip, n, chunk, room.do[slot], room.do_packed[slot])
 
@@ -338,9 +339,9 @@ def make_backward(name: str):
             )  # fmt: skip
 
     @inline
-    def of_groups(x, group):
-        """(N, S, D) as (Nkv, query heads that share keys, S, D)."""
-        return x.reshape(x.shape[0] // group, group, x.shape[1], x.shape[2])
+    def of_groups(x, n, group):
+        """A contiguous (B, H, S, D) of n heads in all as (B * Hkv, query heads that share keys, S, D)."""
+        return array_at(x.start, (n // group, group, x.length, x.d), np.float32)
 
     @bare
     def any_true(x):
@@ -354,7 +355,7 @@ def make_backward(name: str):
     def work_of(worker, x, factors, options, sizes, counter, scratch, room, out):
         """One worker: shares, as long as there are any."""
         s, splits = sizes.keys, sizes.splits
-        n_heads, length = x.q.shape[0], (x.q.shape[1] + unit - 1) // unit * unit
+        n_heads, length = x.lse.shape[0], (x.q.length + unit - 1) // unit * unit
         work = part_of(scratch, worker)
         begin_tiles()
         dense = Dense(
@@ -396,10 +397,10 @@ def make_backward(name: str):
                     add_gradients(head, tile, work)
                     if wanted and not sloped:  # dS is in `transposed` by now
                         store_scores(work.transposed, True, tile, key, out.scores[n])
-                store_rows(work.dk, min(keys, s - key), factors.dk, out.dk[n], key)
-                store_rows(work.dv, min(keys, s - key), F(1), out.dv[n], key)
+                store_rows(work.dk, min(keys, s - key), factors.dk, out.dk, n, key)
+                store_rows(work.dv, min(keys, s - key), F(1), out.dv, n, key)
             if splits == 1:
-                store_rows(head.dq, x.q.shape[1], factors.dq, out.dq[n], 0)
+                store_rows(head.dq, x.q.length, factors.dq, out.dq, n, 0)
         end_tiles()
 
     @separate
@@ -424,10 +425,10 @@ def make_backward(name: str):
         )
         if sizes.splits > 1:
             add_parts(room.dq, factors.dq, out.dq)
-        group = sizes.heads // sizes.kv_heads
+        n, group = found.lse.shape[0], sizes.heads // sizes.kv_heads
         if group > 1:
-            add_parts(of_groups(sums.dk, group), factors.dq, out.dk)
-            add_parts(of_groups(sums.dv, group), F(1), out.dv)
+            add_parts(of_groups(sums.dk, n, group), factors.dq, out.dk)
+            add_parts(of_groups(sums.dv, n, group), F(1), out.dv)
         return any_true(found.skip)
 
     return run

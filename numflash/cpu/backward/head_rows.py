@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline
-from ...jit.memory import reinterpret, uncleared
+from ...jit.memory import array_at, reinterpret, uncleared
 from ...jit.parallel import over_tasks
 from ..floats.float_isas import FLOAT_ISAS
 from ..floats.float_rows import row_narrow
+from ..isa.strided import row_at
 from ..isa.transpose import transpose
 from .operands import QUERIES
 
@@ -28,8 +29,8 @@ CHUNK = 64  # rows of a result that one task adds up
 class HeadRows(NamedTuple):
     """Jitted functions of one instruction set. Operands are float32, or bfloat16 bits in uint16.
 
-    prepare(x, skip, n, chunk, right, packed) : rows chunk * QUERIES and on of head n of x (N, L, D)
-        float32, as a right operand to `right` (padded L, columns) and in panels to `packed`, flat;
+    prepare(x, skip, n, chunk, right, packed) : rows chunk * QUERIES and on of head n of x (B, H, L, D)
+        float32, `Strided`, as a right operand to `right` (padded L, columns) and in panels to `packed`, flat;
         zeros where `skip` (N, L) is true and beyond x, to the end of a tile of scores
     prepare_all(x, skip, right, packed) : all rows of all heads, right (N, ...), packed (N, ...)
     take(x, skip, n, first, count, room, left) : `count` rows of head n from `first` on as a left
@@ -51,15 +52,15 @@ def is_skipped(skip, n, i):
 
 @bare
 def copy_rows(x, skip, n, first, count, rows, at):
-    """rows[at : at + count] = x[n, first : first + count], zeros where x ends or `skip` is true."""
-    length, d = x.shape[1], x.shape[2]
+    """rows[at : at + count] = rows `first` and on of head n of x, zeros where x ends or `skip` is true."""
+    length = x.length
     for r in range(count):
         target, i = rows[at + r], first + r
         if i < length and not is_skipped(skip, n, i):
-            source = x[n, i]
-            for e in range(d):
+            source = array_at(row_at(x, n, i), (x.d,), np.float32)
+            for e in range(x.d):
                 target[e] = source[e]
-            for e in range(d, target.size):
+            for e in range(x.d, target.size):
                 target[e] = F(0)
         else:
             for e in range(target.size):
@@ -67,10 +68,10 @@ def copy_rows(x, skip, n, first, count, rows, at):
 
 
 @bare
-def store_rows(sums, count, factor, out, at):
-    """out[at : at + count] = sums[:count] * factor, without the padding of the columns."""
+def store_rows(sums, count, factor, out, n, at):
+    """Rows `at` and on of head n of out = sums[:count] * factor, without the padding of the columns."""
     for r in range(count):
-        source, target = sums[r], out[at + r]
+        source, target = sums[r], array_at(row_at(out, n, at + r), (out.d,), np.float32)
         for e in range(target.size):
             target[e] = source[e] * factor
 
@@ -117,7 +118,7 @@ def make_head_rows(name: str) -> HeadRows:
     @inline
     def prepare(x, skip, n, chunk, right, packed):
         columns, first = right.shape[1], chunk * QUERIES
-        count = min(QUERIES, (x.shape[1] + unit - 1) // unit * unit - first)
+        count = min(QUERIES, (x.length + unit - 1) // unit * unit - first)
         right = right[first : first + count]
         left = right
         if group == 2:
@@ -156,10 +157,10 @@ def make_head_rows(name: str) -> HeadRows:
 
 @bare
 def _add_chunk(task, parts, factor, out):
-    chunks = (out.shape[1] + CHUNK - 1) // CHUNK
+    chunks = (out.length + CHUNK - 1) // CHUNK
     n, first = task // chunks, task % chunks * CHUNK
-    for r in range(first, min(first + CHUNK, out.shape[1])):
-        target, part = out[n, r], parts[n, 0, r]
+    for r in range(first, min(first + CHUNK, out.length)):
+        target, part = array_at(row_at(out, n, r), (out.d,), np.float32), parts[n, 0, r]
         for e in range(target.size):
             target[e] = part[e]
         for p in range(1, parts.shape[1]):
@@ -172,6 +173,6 @@ def _add_chunk(task, parts, factor, out):
 
 @inline
 def add_parts(parts, factor, out):
-    """out (N, rows, D) = the sum of parts (N, P, at least rows, at least D), in order, * factor."""
-    chunks = (out.shape[1] + CHUNK - 1) // CHUNK
-    over_tasks(_add_chunk, out.shape[0] * chunks, (parts, factor, out))
+    """out (B, H, rows, D) = the sum of parts (B * H, P, at least rows, at least D), in order, * factor."""
+    chunks = (out.length + CHUNK - 1) // CHUNK
+    over_tasks(_add_chunk, parts.shape[0] * chunks, (parts, factor, out))

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
+from ...jit.memory import array_at
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LOG2E
 from ...numerics.quantize_kernels import INFINITE, largest_bits
 from ...validation import LARGEST_LSE
+from ..isa.strided import Strided, row_at
 
 F = np.float32
 I = np.int32
@@ -21,21 +23,22 @@ CHUNK = 64  # rows that one task looks at
 
 
 class Given(NamedTuple):
-    """Contiguous float32 arrays of N query heads and Nkv KV heads, and a problem's numbers.
+    """float32 arrays of N query heads and Nkv KV heads, and a problem's numbers.
 
-    q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv), out (N, L, Dv), lse (N, L)
-    grad_lse : (N, L), or (0, L) for a gradient of 0
+    q (B, H, L, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), do (B, H, L, Dv), out (B, H, L, Dv)
+    lse : (N, L) contiguous
+    grad_lse : (N, L) contiguous, or (0, L) for a gradient of 0
     key_lengths : (B,) int64
     scale : float64, at least 1
     bounds : bool, whether a key that is not finite may have a finite score: softcap and score functions
         see to it
     """
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    do: np.ndarray
-    out: np.ndarray
+    q: Strided
+    k: Strided
+    v: Strided
+    do: Strided
+    out: Strided
     lse: np.ndarray
     grad_lse: np.ndarray
     key_lengths: np.ndarray
@@ -67,13 +70,14 @@ class Found(NamedTuple):
 @bare
 def _examine_keys(task, given, found):
     """A chunk of keys and values."""
-    n_kv, s, _ = given.k.shape
+    n_kv, s = found.hidden.shape
     chunks = found.largest.shape[1]
     n, chunk = task // chunks, task % chunks
     length = given.key_lengths[n * given.key_lengths.size // n_kv]
     most_k, most_v = I(0), I(0)
     for j in range(chunk * CHUNK, min(s, (chunk + 1) * CHUNK)):
-        of_key, of_value = largest_bits(given.k[n, j]), largest_bits(given.v[n, j])
+        of_key = largest_bits(array_at(row_at(given.k, n, j), (given.k.d,), np.float32))
+        of_value = largest_bits(array_at(row_at(given.v, n, j), (given.v.d,), np.float32))
         found.hidden[n, j] = j >= length or of_key >= INFINITE or of_value >= INFINITE
         if j < length:
             most_k = max(most_k, of_key if of_key < INFINITE or given.bounds else I(0))
@@ -118,23 +122,25 @@ def _magnitude(bits):
 @bare
 def _examine_rows(task, given, found):
     """A chunk of rows, once all keys are examined."""
-    length, chunks = given.q.shape[1], (found.lse.shape[1] + CHUNK - 1) // CHUNK
+    length, chunks = given.q.length, (found.lse.shape[1] + CHUNK - 1) // CHUNK
     n, chunk = task // chunks, task % chunks
-    n_kv = n * given.k.shape[0] // given.q.shape[0]
+    n_kv = n * found.hidden.shape[0] // found.lse.shape[0]
     most_k, most_v = I(0), I(0)
     for c in range(found.largest.shape[1]):
         most_k = max(most_k, found.largest[n_kv, c, 0])
         most_v = max(most_v, found.largest[n_kv, c, 1])
     k, v = _magnitude(most_k), _magnitude(most_v)
-    widths = np.float64(given.q.shape[2]), np.float64(given.do.shape[2])
+    widths = np.float64(given.q.d), np.float64(given.do.d)
     for i in range(chunk * CHUNK, min(found.lse.shape[1], (chunk + 1) * CHUNK)):
         held, lse, delta = False, np.float64(0), np.float64(0)
         if i < length:
-            q, do = (
-                _magnitude(largest_bits(given.q[n, i])),
-                _magnitude(largest_bits(given.do[n, i])),
+            grad = array_at(row_at(given.do, n, i), (given.do.d,), np.float32)
+            q = _magnitude(largest_bits(array_at(row_at(given.q, n, i), (given.q.d,), np.float32)))
+            do = _magnitude(largest_bits(grad))
+            lse, delta = (
+                np.float64(given.lse[n, i]),
+                _dot(grad, array_at(row_at(given.out, n, i), (given.out.d,), np.float32)),
             )
-            lse, delta = np.float64(given.lse[n, i]), _dot(given.do[n, i], given.out[n, i])
             if given.grad_lse.size > 0:
                 delta -= np.float64(given.grad_lse[n, i])
             held = _is_held(q, do, k, v, delta, lse, widths, given.scale)
@@ -158,7 +164,8 @@ def _examine(given, found):
 
 def found_of(given: Given) -> Found:
     """What float32 holds of a problem."""
-    (n, length), (n_kv, s) = given.q.shape[:2], given.k.shape[:2]
+    (n, length), s = given.lse.shape, given.k.length
+    n_kv = n // given.q.heads * given.k.heads
     found = Found(
         np.empty((n, length), np.bool_),
         np.empty((n_kv, s), np.bool_),

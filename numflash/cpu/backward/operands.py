@@ -11,6 +11,7 @@ from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LOG2E
 from ...validation import Problem
+from ..isa.strided import Strided
 from ..problem_arrays import edges, slope_functions, slopes_of
 from ..semantics import ScoreTiles
 
@@ -25,17 +26,17 @@ HIDDEN = F(-np.inf)
 class Operands(NamedTuple):
     """float32 arrays of N query heads and Nkv KV heads.
 
-    q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) : contiguous
+    q (B, H, L, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), do (B, H, L, Dv)
     skip : (N, L) bool, rows of q and do that may hold anything
     hidden : (Nkv, S) bool, rows of k and v that may
     lse : (N, padded L) in units of log2, +inf for a row that takes no part
     delta : (N, padded L) rowsum(dO * O) - dLSE
     """
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    do: np.ndarray
+    q: Strided
+    k: Strided
+    v: Strided
+    do: Strided
     skip: np.ndarray
     hidden: np.ndarray
     lse: np.ndarray
@@ -70,15 +71,15 @@ class Factors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """float32: dq (N, L, D), which the kernel writes where a head is one share.
+    """float32: dq (B, H, L, D), which the kernel writes where a head is one share.
 
-    dk, dv (Nkv, S, ...), or a copy for each query head of a group: (N, S, ...), without the scale.
-    scores (N, L, S), of the scores that a bias was added to; empty where these are not wanted.
+    dk, dv (B, Hkv, S, ...), or a copy for each query head of a group: contiguous (B, H, S, ...), without
+    the scale. scores (N, L, S), of the scores that a bias was added to; empty where these are not wanted.
     """
 
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
+    dq: Strided
+    dk: Strided
+    dv: Strided
     scores: np.ndarray
 
 

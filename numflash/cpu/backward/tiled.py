@@ -14,6 +14,7 @@ from ...tiling import PlanCache
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import padded
+from ..isa.strided import strides_of
 from ..plan import KernelPlan
 from ..problem_arrays import at_address
 from ..semantics import OPTION_NUMBERS, Semantics, option_numbers
@@ -73,6 +74,14 @@ class GradientPlan(KernelPlan):
         cap = float(self.options.softcap)
         reals = factor, scale, of_keys, largest_scale(problem), cap
         self.reals = np.array(reals, np.float64)
+        of_q, of_k, of_v, of_out = (
+            (nb, nh, length, d),
+            (nb, nkv, s, d),
+            (nb, nkv, s, dv),
+            (nb, nh, length, dv),
+        )
+        shapes = of_q, of_k, of_v, of_out, of_out, of_q, of_k, of_v  # in the order of `Strides`
+        self.strides = np.array([strides_of(x, 4) for x in shapes], np.int64).ravel()
         self.call = make_call(isa)
 
     def set_options(self) -> None:
@@ -80,11 +89,14 @@ class GradientPlan(KernelPlan):
         self.options = options_of(self.problem)  # the numbers hold the addresses of its arrays
         self.numbers[NUMBERS:] = option_numbers(_flat(self.options))
 
-    def run(self, operands: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+    def run(
+        self, operands: tuple[int, ...], strides: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
         """Gradients of the rows that float32 holds: which rows it does not, and the delta of all.
 
         operands : addresses of q, k, v, do, out, lse, grad_lse, dq, dk, dv and scores, as `call.make_call`
             takes them
+        strides : `call.Strides`; None where all are contiguous
 
         Returns
         -------
@@ -92,7 +104,8 @@ class GradientPlan(KernelPlan):
         """
         with scratch.take(self.layout.nbytes) as room:
             at, numbers = room.address, placed(self.numbers, PLACES, self.layout, room)
-            if not restoring_threads(self.call, *operands, at, numbers, self.reals):
+            steps = self.strides if strides is None else strides
+            if not restoring_threads(self.call, *operands, at, numbers, steps, self.reals):
                 return None
             nb, nh, _, length, _, _, _ = self.shape
             skip, delta = (
