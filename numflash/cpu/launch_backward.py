@@ -91,16 +91,15 @@ class GradientRunner:
 
     def run_at(
         self,
-        operands: tuple[int, ...],
-        results: tuple[int, ...],
+        places: Sequence[int],
         strides: np.ndarray | None,
         fields: dict[str, Any] | None,
     ) -> bool:
         """Write the gradients of query, key and value; False where some rows have to be computed again
         in float64, by `run`.
 
-        operands : addresses of query, key, value, grad_out, out, lse and its gradient or 0, float32
-        results : of theirs, and of zeros for those of the scores, or 0
+        places : addresses of query, key, value, grad_out, out, lse and its gradient or 0, of the results,
+            and of zeros for the gradients of the scores, or 0; float32
         strides : `call.Strides`, or None where all are contiguous
         fields : masks, lengths, slopes and sinks as of `validation.described`, if they are not the first
             problem's
@@ -111,7 +110,7 @@ class GradientRunner:
             plan = self.plans[threads] = tiled.plan_of(self.problem, self.isa, threads)
         if fields is not None:
             plan = plan.with_options(fields)
-        return plan.run((*operands, *results), strides) is None
+        return plan.run(places, strides) is None
 
 
 def gradient_runner(problem: Problem) -> GradientRunner | None:
@@ -133,11 +132,11 @@ def _portable(
 ) -> None:
     """All rows one at a time, those that float32 does not hold in float64."""
     lse, grad_lse = of_rows
-    in_place = map(strided, (*operands, out))
+    in_place = [strided(x) for x in (*operands, out)]
     q, k, v, do, lse = map(heads, (*operands, lse))
     dlse = np.zeros((0, lse.shape[1]), F) if grad_lse is None else heads(grad_lse)
     numbers = problem.key_lengths, tiled.largest_scale(problem), tiled.bounds(problem)
-    found = found_of(Given(*in_place, lse, dlse, *numbers))
+    found = found_of(Given._make((*in_place, lse, dlse, *numbers)))
     arrays, delta = (q, k, v, do), found.exact_delta
     gradients = (*map(heads, results), _of_heads(scores))
     _rows(problem, False, ~found.skip, arrays, lse, delta, gradients)

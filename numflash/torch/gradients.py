@@ -31,11 +31,9 @@ from .options import (
     parted,
     schema,
 )
-from .tensors import array, plain
+from .tensors import READ, array, in_rows, is_held, plain, strides
 from .threads import pytorch_threads
 
-# what operands of a dtype are computed in, unless something else is asked for
-PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NAMES = "query", "key", "value", "grad_out", "out", "lse"  # as a runner takes them
 
 
@@ -123,7 +121,7 @@ def _known_gradients(
 ) -> tuple[Any, Any | None]:
     """`known_call` for tensors in any layout: the key of equal calls, and what computes their gradients."""
     dtype = query.dtype if type(query) is Tensor else None
-    if dtype not in PRECISIONS or not all(_is_dense(x, dtype) for x in (query, key, value)):
+    if dtype not in READ or not all(is_held(x, dtype) for x in (query, key, value)):
         return None, None
     asked = _without_tensors(options, dtype) if hold_tensors(options) else options
     if asked is None:
@@ -137,17 +135,6 @@ def _known_gradients(
         return None, None
 
 
-def _is_dense(x: Any, dtype: torch.dtype) -> bool:
-    """Whether x is a tensor of `dtype` whose numbers are in its memory, in any layout."""
-    return (
-        type(x) is Tensor
-        and x.dtype is dtype
-        and x.layout is torch.strided
-        and x.is_cpu
-        and not x.is_neg()
-    )
-
-
 def _are_results(tensors: tuple[Tensor, ...], grad_lse: Tensor | None) -> bool:
     """Whether those that are not operands are dense tensors of the dtypes and shapes that belong to
     query and value.
@@ -156,8 +143,8 @@ def _are_results(tensors: tuple[Tensor, ...], grad_lse: Tensor | None) -> bool:
     rows, dtype = query.shape[:3], query.dtype
     shape = (*rows, value.shape[3])
     return (
-        _is_dense(out, dtype)
-        and _is_dense(grad_out, dtype)
+        is_held(out, dtype)
+        and is_held(grad_out, dtype)
         and plain(lse, torch.float32)
         and out.shape == grad_out.shape == shape
         and lse.shape == rows
@@ -182,36 +169,23 @@ def _by_runner(
     for name, x in zip(NAMES, given, strict=True):
         check_memory(name, x)
     changed = fields(options, query, key) if hold_tensors(options) else None
-    operands = [_in_rows(x) for x in given]
+    operands = [in_rows(x, torch.float32) for x in given[:5]]
     written = [
         x if x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32) for x in found
     ]
-    others = [0 if x is None else x.data_ptr() for x in (grad_lse, scores)]
+    rows = *operands, *written
+    whole = all(map(Tensor.is_contiguous, rows))
+    steps = None if whole else np.array(strides(*rows), np.int64)
+    places = [
+        0 if x is None else x.data_ptr() for x in (*operands, lse, grad_lse, *written, scores)
+    ]
     with pytorch_threads(), one_at_a_time():
-        held: bool = runner.run_at(
-            (*(x.data_ptr() for x in operands), others[0]),
-            (*(x.data_ptr() for x in written), others[1]),
-            _strides((*operands[:5], *written)),
-            changed,
-        )
+        held: bool = runner.run_at(places, steps, changed)
     if held:
         _copy(written, found)
     elif scores is not None:
         scores.zero_()
     return held
-
-
-def _in_rows(x: Tensor) -> Tensor:
-    """x as float32 whose rows are contiguous, copied only where it is not."""
-    x = x.float()
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(tensors: tuple[Tensor, ...]) -> np.ndarray | None:
-    """`cpu.backward.call.Strides` of float32 tensors; None where all are contiguous."""
-    if all(x.is_contiguous() for x in tensors):
-        return None
-    return np.array([4 * n for x in tensors for n in x.stride()[:3]], np.int64)
 
 
 def _as_written(x: Tensor) -> Tensor:
@@ -248,7 +222,7 @@ def _in_full(
         backends.solve_backward(problem, operands, impl, [array(x) for x in written], of_scores)
     _copy(written, found)
     if call is not None:
-        plan_store.keep_gradients(call, problem, impl, PRECISIONS[query.dtype])
+        plan_store.keep_gradients(call, problem, impl, READ[query.dtype])
 
 
 def _of_mask(scores: Tensor | None, mask: Tensor, query: Tensor) -> Tensor:

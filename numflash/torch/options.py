@@ -40,6 +40,8 @@ MASK, SINKS, PRECISION, ALIGNMENT = (
 LAST = {"of_mask": "bool", "of_sinks": "bool", "grad_lse": "Tensor?"}
 DEFAULTS = {"of_mask": "=False", "of_sinks": "=False", "grad_lse": "=None"}
 GRADIENT_TENSORS = "grad_out query key value out lse"
+FIRST = len(GRADIENT_TENSORS.split())  # where the options stand
+END = FIRST + len(OPTIONS)
 LARGEST = (1 << 63) - 1  # of the schema's integers
 
 
@@ -115,8 +117,6 @@ def parted(
     """The tensors, the options, whether gradients of mask and sinks are wanted, and that of the LSE:
     PyTorch leaves out last arguments that are the schema's defaults.
     """
-    count = len(GRADIENT_TENSORS.split())
-    end = count + len(OPTIONS)
-    last = dict(zip(LAST, arguments[end:], strict=False))
+    last = dict(zip(LAST, arguments[END:], strict=False))
     of_mask, of_sinks = last.get("of_mask", False), last.get("of_sinks", False)
-    return arguments[:count], arguments[count:end], of_mask, of_sinks, last.get("grad_lse")
+    return arguments[:FIRST], arguments[FIRST:END], of_mask, of_sinks, last.get("grad_lse")

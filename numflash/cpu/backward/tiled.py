@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class GradientPlan(KernelPlan):
         self.numbers[NUMBERS:] = option_numbers(_flat(self.options))
 
     def run(
-        self, operands: tuple[int, ...], strides: np.ndarray | None = None
+        self, operands: Sequence[int], strides: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Gradients of the rows that float32 holds: which rows it does not, and the delta of all.
 
