@@ -83,6 +83,8 @@ VECTOR_BITS = (128, 256, 512, 1024, 2048)
 class Emulated:
     """A compiled function that can be called like the original, with contiguous arrays and scalars.
 
+    An array in the place of an integer is one whose address the function gets.
+
     Parameters
     ----------
     function, signature : as `numflash.machinecode.codegen.compile_for`; the function must not need
@@ -291,8 +293,10 @@ class Emulated:
         back = []
         free = HEAP + PAGE
         for argument, kind in _flat(arguments, self.argument_types):
-            if isinstance(kind, types.Array):
-                if argument.dtype != np.dtype(str(kind.dtype)) or not argument.flags.c_contiguous:
+            if isinstance(argument, np.ndarray):
+                addressed = not isinstance(kind, types.Array)
+                fits = addressed or argument.dtype == np.dtype(str(kind.dtype))
+                if not fits or not argument.flags.c_contiguous:
                     raise TypeError(
                         f"got {argument.dtype}, strides {argument.strides}; allowed: {kind}"
                     )
@@ -302,7 +306,7 @@ class Emulated:
                     )
                 uc.mem_write(free, argument.tobytes())
                 back.append((argument, free))
-                integers += [
+                whole = (
                     0,
                     0,
                     argument.size,
@@ -310,7 +314,8 @@ class Emulated:
                     free,
                     *argument.shape,
                     *argument.strides,
-                ]
+                )
+                integers += [free] if addressed else whole
                 uc.mem_write(free + argument.nbytes, GUARD)
                 free += (argument.nbytes + 2 * len(GUARD) - 1) // len(GUARD) * len(GUARD)
             elif isinstance(kind, types.Float):

@@ -1,6 +1,5 @@
 """The tiled gradient in scalable vectors, executed by the emulator."""
 
-import numba
 import numpy as np
 import pytest
 from oracles import qkv
@@ -9,9 +8,10 @@ import numflash
 from numflash.cpu.backward import call, flash_backward, tiled
 from numflash.cpu.backward.held import Found, Given
 from numflash.cpu.backward.operands import Factors, Gradients, Prepared, Scratch, Sizes
+from numflash.cpu.isa.strided import strided
 from numflash.cpu.launch_float import at_address
 from numflash.jit import target
-from numflash.machinecode import assembly
+from numflash.machinecode import assembly, kernel_types
 
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
@@ -28,20 +28,22 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def kernels():
-    """Kernels by the types of their arguments, kept for every case."""
-    return {}
+def kernel():
+    """The kernel, for every case."""
+    made = flash_backward.make_backward(ISA)
+    return Emulated(made, kernel_types.backward(), "a64fx", vector_bits=512)
 
 
 def arguments_of(plan, operands):
-    """What a plan's call gives the kernel, in arrays: the emulated memory is not at its addresses.
+    """What a plan's call gives the kernel, with arrays for addresses: the emulated memory is elsewhere.
 
     Several query heads share keys here, and several workers a head's.
     """
     p = call.Numbers(*map(int, plan.numbers[: call.NUMBERS]))
     nb, nh, nkv, length, s, d, dv = plan.shape
-    n, n_kv = nb * nh, nb * nkv
-    of_q, of_k, of_v, of_out = (n, length, d), (n_kv, s, d), (n_kv, s, dv), (n, length, dv)
+    n = nb * nh
+    of_q, of_k, of_v = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
+    of_out = nb, nh, length, dv
     rows, none = (n, length), np.zeros((0, length), F)
     shapes = of_q, of_k, of_v, of_out, of_out, rows, rows, of_q, of_k, of_v, (n, length, s)
     arrays = [
@@ -49,10 +51,17 @@ def arguments_of(plan, operands):
         for x, shape in zip(operands, shapes, strict=True)
     ]
     *found, counter = zeros(tiled.found_kinds(plan.shape, p.high))
-    sums = Gradients(*(np.zeros((n, *x.shape[1:]), F) for x in arrays[:3]), arrays[10])
+    copies = [np.zeros((nb, nh, *x.shape[2:]), F) for x in arrays[:3]]
+    no_scores = np.zeros((0, 0, 0), F)
     factors, largest = plan.reals[:3], float(plan.reals[3])
     return (
-        Given(*arrays[:7], plan.options.key_lengths, largest, bool(p.bounds)),
+        Given(
+            *map(in_place, arrays[:5]),
+            *arrays[5:7],
+            plan.options.key_lengths,
+            largest,
+            bool(p.bounds),
+        ),
         Found(*found),
         Factors(*map(F, factors)),
         plan.options,
@@ -60,9 +69,14 @@ def arguments_of(plan, operands):
         counter,
         Scratch._make(zeros(tiled.scratch_kinds(ISA, (p.wide, p.columns), p.workers))),
         Prepared._make(zeros(tiled.prepared_kinds(ISA, (p.high, p.wide, p.columns), n, p.splits))),
-        sums,
-        Gradients(*arrays[7:10], np.zeros((0, 0, 0), F)),
+        Gradients(*map(in_place, copies), arrays[10]),
+        Gradients(*map(in_place, arrays[7:10]), no_scores),
     )
+
+
+def in_place(x):
+    """`strided`, with the array for its address."""
+    return strided(x)._replace(start=x)
 
 
 def zeros(kinds):
@@ -71,16 +85,11 @@ def zeros(kinds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradient_by_scalable_tiles(case, kernels, monkeypatch):
+def test_the_gradient_by_scalable_tiles(case, kernel, monkeypatch):
     """dQ, dK, dV of an A64FX's code against float64; no multiply-add of NEON in any loop."""
 
-    def run(plan, operands):
-        arguments = arguments_of(plan, operands)
-        kinds = tuple(map(numba.typeof, arguments))
-        if kinds not in kernels:
-            kernel = flash_backward.make_backward(ISA)
-            kernels[kinds] = Emulated(kernel, kinds, "a64fx", vector_bits=512)
-        kernels[kinds](*arguments)
+    def run(plan, operands, strides=None):
+        kernel(*arguments_of(plan, operands))
 
     monkeypatch.setattr(tiled, "make_call", lambda isa: None)
     monkeypatch.setattr(tiled.GradientPlan, "run", run)
@@ -97,7 +106,6 @@ def test_the_gradient_by_scalable_tiles(case, kernels, monkeypatch):
     exact = numflash.attention_backward(grad, q, k, v, out, lse, impl="reference", **options)
     for name, ours, theirs in zip(options["wrt"], found, exact, strict=True):
         assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max(), name
-    (kernel,) = list(kernels.values())[:1]
     counts = [assembly.histogram(x.instructions) for x in assembly.loops(kernel.code.assembly)]
     assert max(x.get("fmla z.s", 0) for x in counts) >= 24
     assert not any("fmla v.4s" in x for x in counts)

@@ -360,6 +360,42 @@ MUTANTS = [
         "tests/pytorch/test_equal_calls.py -k gradients_of_equal",
     ),
     Mutant(
+        "torch/gradients.py",
+        "scores.zero_()",
+        "scores.sum()",
+        "tests/pytorch/test_equal_gradients.py -k trained_masks",
+    ),
+    Mutant(
+        "torch/gradients.py",
+        "like if x.is_cpu and like.stride(3) == 1 else",
+        "like if x.is_cpu else",
+        "tests/pytorch/test_equal_gradients.py -k lie_as_their",
+    ),
+    Mutant(
+        "torch/gradients.py",
+        "found = [_memory_for(x) for x in (query, key, value)]\n    scores",
+        "found = [x.new_empty(x.shape) for x in (query, key, value)]\n    scores",
+        "tests/pytorch/test_equal_gradients.py -k lie_as_their",
+    ),
+    Mutant(
+        "dispatch/plan_store.py",
+        "if problem.precision != given or not _runs_on_cpu(problem, impl):",
+        "if not _runs_on_cpu(problem, impl):",
+        "tests/pytorch/test_equal_gradients.py -k rounded_first",
+    ),
+    Mutant(
+        "cpu/backward/call.py",
+        "Strided(do, s.do_batch, s.do_head, s.do_row,",
+        "Strided(do, s.out_batch, s.out_head, s.out_row,",
+        "tests/pytorch/test_equal_gradients.py -k change_bits",
+    ),
+    Mutant(
+        "cpu/backward/call.py",
+        "Strided(dv, s.dv_batch, s.dv_head, s.dv_row,",
+        "Strided(dv, s.v_batch, s.v_head, s.v_row,",
+        "tests/pytorch/test_equal_gradients.py -k follow_their_numbers",
+    ),
+    Mutant(
         "cpu/launch_backward.py",
         "if fields is not None:",
         "if fields is None:",
