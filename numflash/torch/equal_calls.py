@@ -91,7 +91,8 @@ def with_tensors(
     """
     if not hold_tensors(options):
         return runner, None
-    return runner_for(runner, *to_describe(options, query, key))
+    with torch.no_grad():  # a mask that requires grad is read here, and differentiated elsewhere
+        return runner_for(runner, *to_describe(options, query, key))
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:

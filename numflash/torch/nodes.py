@@ -13,7 +13,7 @@ from ..interop import device_tensors
 from . import operator
 from .equal_calls import run, runner_of, with_tensors
 from .observers import is_direct, is_seen, is_traced
-from .options import MASK, PRECISION, SINKS, TENSORS, typed
+from .options import CONSTANTS, MASK, PRECISION, SINKS, TENSORS, TRAINED, typed
 
 
 def without_operator(
@@ -25,16 +25,18 @@ def without_operator(
     _, runner = runner_of(query, key, value, options)
     if runner is None or is_seen(query):
         return None
-    tensors = [x for n in TENSORS if (x := options[n]) is not None]
-    watched = device_tensors.loses_grad(query, key, value, *tensors)
-    if watched and (options[PRECISION] == "int8" or device_tensors.loses_grad(*tensors)):
-        return None  # the operator's node has gradients of options, and refuses those of int8
-    runner, sinks = with_tensors(runner, query, key, options)
+    trained = [x for n in TRAINED if (x := options[n]) is not None]
+    constants = [x for n in CONSTANTS if (x := options[n]) is not None]
+    watched = device_tensors.loses_grad(query, key, value, *trained, *constants)
+    if watched and (options[PRECISION] == "int8" or device_tensors.loses_grad(*constants)):
+        return None  # which refuses them
+    runner, of_sinks = with_tensors(runner, query, key, options)
     if runner is None:
         return None
     if not watched:
-        return run(runner, query, key, value, with_lse, sinks)
-    out, lse = _Known.apply((runner, sinks), query, key, value, options)
+        return run(runner, query, key, value, with_lse, of_sinks)
+    inputs = query, key, value, options[MASK], options[SINKS]
+    out, lse = _Known.apply((runner, of_sinks), *inputs, options)
     return out, lse
 
 
@@ -53,16 +55,23 @@ class _Attention(torch.autograd.Function):
 class _Known(torch.autograd.Function):
     """The same for a call that was made before: what computes it, and its sinks.
 
-    The options are one argument, because autograd's node takes time for each: none of their tensors
-    requires grad.
+    The options are one argument, because autograd's node takes time for each; those that may require
+    grad are arguments, too.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[Any, Any], query: Tensor, key: Tensor, value: Tensor, options: tuple
+        ctx: Any,
+        call: tuple[Any, Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        options: tuple,
     ) -> tuple[Tensor, Tensor | None]:
-        runner, sinks = call
-        out, lse = run(runner, query, key, value, True, sinks)
+        runner, of_sinks = call
+        out, lse = run(runner, query, key, value, True, of_sinks)
         ctx.set_materialize_grads(False)
         ctx.options = list(options)
         ctx.places = [n for n in TENSORS if options[n] is not None]
@@ -75,14 +84,15 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         if grad_out is grad_lse is None:  # nothing depends on the results
-            return (None,) * 5
+            return (None,) * len(ctx.needs_input_grad)
         out, lse, query, key, value, *tensors = ctx.saved_tensors
         options = list(ctx.options)
         for n, x in zip(ctx.places, tensors, strict=True):
             options[n] = x
         of_results = grad_out, query, key, value, out, lse
-        found = operator.differentiated(*of_results, *options, False, False, grad_lse)
-        return None, *found[:3], None
+        wanted = ctx.needs_input_grad[4:6]
+        *found, mask, sinks = operator.differentiated(*of_results, *options, *wanted, grad_lse)
+        return None, *found, mask if wanted[0] else None, sinks if wanted[1] else None, None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,8 @@ tensors_of = itemgetter(*TENSORS)
 MASK, SINKS, PRECISION, ALIGNMENT = (
     [*OPTIONS].index(name) for name in ("attn_mask", "sinks", "precision", "alignment")
 )
+TRAINED = MASK, SINKS  # which may require grad
+CONSTANTS = [n for n in TENSORS if n not in TRAINED]
 # After the options: which of their gradients are wanted, and the gradient of the LSE. Graphs that
 # Inductor has kept on disk may call the operator without these.
 LAST = {"of_mask": "bool", "of_sinks": "bool", "grad_lse": "Tensor?"}

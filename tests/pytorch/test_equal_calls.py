@@ -384,9 +384,9 @@ def test_gradients_of_equal_calls(with_lse, monkeypatch):
     used = []
     run = launch_backward.tiled.GradientPlan.run
 
-    def counted(plan, operands):
+    def counted(plan, operands, strides=None):
         used.append(int(plan.numbers[launch_backward.tiled.Numbers._fields.index("workers")]))
-        return run(plan, operands)
+        return run(plan, operands, strides)
 
     monkeypatch.setattr(launch_backward.tiled.GradientPlan, "run", counted)
     shape = 2, 4, 200, 64

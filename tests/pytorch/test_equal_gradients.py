@@ -207,14 +207,34 @@ def test_memory_that_was_freed(name, dtype):
             BACKWARD(*given.values(), *DEFAULTS.values())
 
 
-def test_what_is_rounded_first_is_no_equal_call(in_full):
-    """A runner takes tensors as they are; another precision is one of a call in full."""
-    *operands, grad = drawn(heads_together, torch.float32)
-    rounded = [x.bfloat16().float() for x in operands]
-    for precision, like in ((None, operands), ("bfloat16", rounded)):
+def test_options_that_require_grad():
+    """Masks and sinks of equal calls have gradients; slopes, and what INT8 rounds, are refused in each."""
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    mask, sinks, slopes = torch.randn(2, 9, 9), torch.randn(2), torch.rand(2)
+
+    def call(trained, **options):
+        return nt.attention(
+            q,
+            k,
+            v,
+            sinks=sinks,
+            **{name: x.requires_grad_() for name, x in trained.items()},
+            **options,
+        )
+
+    for _ in range(2):
+        found = [
+            torch.autograd.grad(call({"attn_mask": mask}).sum(), x)[0]
+            for x in (mask, sinks.requires_grad_())
+        ]
+    assert type(call({"attn_mask": mask}).grad_fn).__name__ == "_KnownBackward"
+    assert [x.shape for x in found] == [mask.shape, sinks.shape]
+    sinks.requires_grad_(False)
+    plain = {"alibi_slopes": slopes}, {"attn_mask": mask.detach(), "precision": "int8"}
+    trained = {"alibi_slopes": slopes.clone()}, {"attn_mask": mask}
+    for options, asked, name in zip(plain, trained, ("alibi_slopes", "precision"), strict=True):
         for _ in range(2):
-            found = ours(operands, grad, precision=precision)
-            want = exact(like, grad)
-            room = BUDGETS[torch.bfloat16 if precision else torch.float32]
-            for x, y in zip(found, want, strict=True):
-                assert (x.double() - y).abs().max() <= room * y.abs().max()
+            call({}, **options)
+        others = {n: x for n, x in options.items() if n not in asked}
+        with pytest.raises(ArgumentError, match=f"{name}: got .* require"):
+            call(asked, **others)
