@@ -250,7 +250,7 @@ def attention_backward(
     UnsupportedError
         precision "int8", an `impl` without gradients, or what cannot run here.
     """
-    options = Options(
+    given = (
         attn_mask,
         dropout_p,
         is_causal,
@@ -263,21 +263,29 @@ def attention_backward(
         alibi_slopes,
         sinks,
         precision,
-        layout=layout,
+        None,
+        layout,
+        False,
     )
     functions = (score_mod, block_mask)
     arrays = (grad_out, query, key, value, out, lse, grad_lse)
     if wrt is OPERANDS:
-        return differentiate(arrays, options, impl, functions)
+        call = None
+        if score_mod is block_mask is None:
+            call = call_keys.key_of_gradients(arrays, given, impl)
+        plan = plan_store.find(call)
+        found = None if plan is None else plan(arrays, call_keys.arrays_of(given))
+        return found or differentiate(arrays, Options(*given), impl, functions, call)
+    options = Options(*given)
     names, captured = split_wrt(wrt, options)
     tables = None
     if captured:
         from .flex.captured_arrays import captured_by
 
         tables = captured_by(score_mod, captured)
-    found = differentiate(arrays, options, impl, functions, wrt=names, tables=tables)
-    by_name = dict(zip(names, found, strict=False))
-    others = iter(zip(captured, found[len(names) :], strict=True))
+    gradients = differentiate(arrays, options, impl, functions, wrt=names, tables=tables)
+    by_name = dict(zip(names, gradients, strict=False))
+    others = iter(zip(captured, gradients[len(names) :], strict=True))
     return tuple(by_name[x] if isinstance(x, str) else _as_given(*next(others)) for x in wrt)
 
 
@@ -301,7 +309,7 @@ def differentiate(
 
     functions : score_mod and block_mask, and what `flex.attention.recorded_of` made of them, if they
         are recorded
-    call : key of the next calls, for which it leaves a plan if the arrays are on a card
+    call : key of the next calls, for which it leaves a plan
     tables : `flex.captured_arrays.Captured` or None; gradients of its arrays follow those of `wrt`
     """
     grad_out, query, key, value, out, lse, grad_lse = arrays
@@ -336,6 +344,8 @@ def differentiate(
         nb, nh, _, rows, keys, _, _ = problem.shape
         scores = np.zeros((nb, nh, rows, keys), np.float32)
     found = solve_backward(problem, operands, impl, scores=scores)
+    if call is not None:
+        plan_store.keep_array_gradients(call, problem, len(shape), options, impl)
     gradients = {
         name: deliver(restore(x, len(shape), layout), None, t, False)
         for name, x, t in zip(OPERANDS, found, taken, strict=True)

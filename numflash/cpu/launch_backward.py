@@ -23,9 +23,10 @@ from .backward.held import Given, found_of
 from .floats.call import addresses
 from .isa.strided import strided
 from .launch_float import isa_of
-from .problem_arrays import heads, semantics, slope_functions
+from .problem_arrays import at_address, heads, semantics, slope_functions
 
 F = np.float32
+LSE = 5  # its place among the addresses of a call
 
 
 @guard.guarded
@@ -110,7 +111,11 @@ class GradientRunner:
             plan = self.plans[threads] = tiled.plan_of(self.problem, self.isa, threads)
         if fields is not None:
             plan = plan.with_options(fields)
-        return plan.run(places, strides) is None
+        left = plan.run(places, strides)
+        if left is None:
+            return True
+        lse = at_address(places[LSE], left[0].shape, "=f4")
+        return not _sees_keys(left[0], lse).any()
 
 
 def gradient_runner(problem: Problem) -> GradientRunner | None:
@@ -181,7 +186,12 @@ def _rest(
     gradients: tuple[np.ndarray, ...],
 ) -> None:
     """The rows that were left out, but for those that see no key."""
-    _rows(problem, True, skip & ~np.isneginf(lse), operands, lse, delta, gradients)
+    _rows(problem, True, _sees_keys(skip, lse), operands, lse, delta, gradients)
+
+
+def _sees_keys(skip: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """Which of the rows that were left out attend to a key: the gradients of the others are 0."""
+    return skip & ~np.isneginf(lse)
 
 
 def _rows(

@@ -76,6 +76,20 @@ def _arrays_or_tensors(*given: Any) -> bool:
     return all(x.is_cpu for x in given)
 
 
+def key_of_gradients(arrays: tuple, given: tuple, impl: str) -> Key:
+    """The same for `attention_backward` on NumPy arrays of float32: `arrays` are grad_out, query, key,
+    value, out, lse and grad_lse or None, `given` the values of `Options`.
+    """
+    grad_out, query, key, value, out, lse, grad_lse = arrays
+    for x in arrays:
+        if x is not None and not (type(x) is np.ndarray and x.dtype == np.float32):
+            return None
+    if grad_out is None or out is None or lse is None:
+        return None
+    shapes = grad_out.shape, out.shape, lse.shape, None if grad_lse is None else grad_lse.shape
+    return "gradients", shapes, key_of(query, key, value, given, impl)
+
+
 def key_of_packed(arrays: tuple, cu_seqlens: tuple, given: tuple, impl: str) -> Key:
     """The same for `attention_varlen`, whose sequences are cut alike.
 

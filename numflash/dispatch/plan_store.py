@@ -13,7 +13,7 @@ from ..tiling import PlanCache
 from ..validation import Problem
 from ..validation.options import Options
 from .call_keys import Key
-from .plans import ArrayPlan, PackedPlan, QuantizedPlan
+from .plans import ArrayPlan, GradientPlan, PackedPlan, QuantizedPlan
 
 F = np.float32
 NO_ARRAYS = {"mask": None, "bias": None, "alibi_slopes": None, "sinks": None}
@@ -96,17 +96,33 @@ runners: PlanCache[Any] = PlanCache()
 gradients: PlanCache[Any] = PlanCache()
 
 
-def keep_gradients(key: Any, problem: Problem, impl: str, given: str) -> None:
-    """Keep what computes the gradients of a call on tensors of dtype `given` that has succeeded, if it
-    does not round them. It keeps no mask.
+def _gradient_runner(problem: Problem, impl: str, given: str) -> Any:
+    """What computes the gradients of a problem of operands of dtype `given`, if it does not round them,
+    and of all that are equal but for the numbers in their arrays; or None. It keeps no mask.
     """
     if problem.precision != given or not _runs_on_cpu(problem, impl):
-        return
+        return None
     from ..cpu import launch_backward
 
-    runner = launch_backward.gradient_runner(problem.changed(**NO_ARRAYS))
+    return launch_backward.gradient_runner(problem.changed(**NO_ARRAYS))
+
+
+def keep_gradients(key: Any, problem: Problem, impl: str, given: str) -> None:
+    """Keep what computes the gradients of a call on tensors of dtype `given` that has succeeded."""
+    runner = _gradient_runner(problem, impl, given)
     if runner is not None:
         gradients.keep(key, runner)
+
+
+def keep_array_gradients(
+    key: tuple[Any, ...], problem: Problem, ndim: int, options: Options, impl: str
+) -> None:
+    """The same for `attention_backward` on NumPy arrays of float32 with `ndim` dimensions."""
+    runner = None
+    if ndim == 4 and options.layout == "bhld":
+        runner = _gradient_runner(problem, impl, "float32")
+    if runner is not None:
+        _plans.keep(key, GradientPlan(problem, options, runner))
 
 
 def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..interop.arrays import Imported, convert, deliver, memory_of, restore
+from ..interop.arrays import Imported, address, convert, deliver, memory_of, restore, to_float32
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
 from ..numerics.quantization import GRANULARITIES
@@ -150,6 +150,40 @@ class ArrayPlan(OneProblem):
         if not self.unchanged:
             out, lse = (restore(x, self.ndim, self.layout) for x in (out, lse))
         return deliver(out, lse, self.query, self.return_lse)
+
+
+class GradientPlan:
+    """Equal calls of `attention_backward` on four-dimensional NumPy arrays of float32.
+
+    Parameters
+    ----------
+    problem : the first of them, checked
+    options : its options
+    runner : a `cpu.launch_backward.GradientRunner`
+    """
+
+    def __init__(self, problem: Problem, options: Options, runner: Any) -> None:
+        nb, nh, _, length, s, _, _ = problem.shape
+        self.runner, self.plain = runner, not options.arrays.given()
+        self.alignment, self.grid = options.alignment, (nb, nh, length, s)
+
+    def __call__(self, given: tuple[Any, ...], arrays: tuple) -> tuple[np.ndarray, ...] | None:
+        """The gradients of query, key and value, from `attention_backward`'s arrays and the options' arrays,
+        in the order of `OptionArrays`; None where float32 does not hold all rows.
+        """
+        refuse_after_fork()
+        fields = None
+        if not self.plain:
+            fields = described(OptionArrays._make(arrays), self.alignment, self.grid)
+        grad_out, query, key, value, out, lse = (to_float32(x) for x in given[:6])
+        grad_lse = None if given[6] is None else to_float32(given[6])
+        results = np.empty(query.shape, F), np.empty(key.shape, F), np.empty(value.shape, F)
+        places = [
+            0 if x is None else address(x)
+            for x in (query, key, value, grad_out, out, lse, grad_lse, *results, None)
+        ]
+        with one_at_a_time():
+            return results if self.runner.run_at(places, None, fields) else None
 
 
 class QuantizedPlan(OneProblem):

@@ -7,9 +7,10 @@ import pytest
 from gradient_checks import BFLOAT16_ISAS, ISAS, F, close, drawn, solve
 from test_flash_float import make
 
-from numflash import attention, attention_backward
+from numflash import api, attention, attention_backward
 from numflash.cpu.backward import call, tiled
 from numflash.cpu.backward.flash_backward import make_backward
+from numflash.dispatch import plan_store
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from numflash.interop import arrays as interop
 
@@ -227,3 +228,65 @@ def test_bad_arguments_are_named():
             attention_backward(*arrays, **options)
     with pytest.raises(ArgumentError, match=r"isa.*mmx"):
         solve(do, q, k, v, "mmx")
+
+
+OPTION_ARRAYS = {
+    "plain": lambda rng: {},
+    "mask": lambda rng: {"attn_mask": rng.random((2, 1, 20, 70)) < 0.7},
+    "bias": lambda rng: {"attn_mask": rng.standard_normal((20, 70))},
+    "lengths": lambda rng: {
+        "key_lengths": rng.integers(1, 70, 2),
+        "is_causal": True,
+        "alignment": "lower_right",
+    },
+    "slopes": lambda rng: {"alibi_slopes": rng.random(3)},
+    "sinks": lambda rng: {"sinks": rng.standard_normal(3)},
+}
+
+
+@pytest.mark.parametrize("name", OPTION_ARRAYS)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_equal_calls_follow_their_arrays(name, with_lse, monkeypatch):
+    """They have the bits of calls that are checked in full, and look at the options' numbers again; where
+    float32 does not hold a row they are such calls.
+    """
+    plan_store._plans.plans.clear()
+    rng = np.random.default_rng(3)
+    full = []
+    solve_backward = api.solve_backward
+    monkeypatch.setattr(
+        api, "solve_backward", lambda *x, **o: full.append(1) or solve_backward(*x, **o)
+    )
+    for scale in (1, 2, 1e19):
+        operands = [F(scale) * x for x in drawn(b=2, h=3, l=20, s=70, d=8)]
+        options = OPTION_ARRAYS[name](rng)
+        results = attention(*operands[1:], return_lse=True, **options)
+        of_lse = rng.standard_normal(results[1].shape).astype(F) if with_lse else None
+        found = attention_backward(*operands, *results, grad_lse=of_lse, **options)
+        doubles = [x.astype(np.float64) for x in (*operands, *results)]  # of which no plan is kept
+        want = attention_backward(*doubles, grad_lse=of_lse, **options)
+        for x, y in zip(found, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+    tiles = ISAS[0] != "portable"
+    assert len(full) == (5 if tiles else 6)
+
+
+def test_equal_calls_are_refused_what_first_ones_are():
+    operands = drawn(b=2, l=20, s=70, d=8)
+    lengths = np.array([70, 30])
+    out, lse = attention(*operands[1:], return_lse=True, key_lengths=lengths)
+    for _ in range(2):
+        attention_backward(*operands, out, lse, key_lengths=lengths)
+    for options, error in (
+        ({"key_lengths": np.array([70, 71])}, ArgumentError),
+        ({"key_lengths": lengths.astype(float)}, ArgumentTypeError),
+        ({"key_lengths": lengths, "is_causal": 2}, ArgumentTypeError),
+    ):
+        with pytest.raises(error, match=list(options)[-1]):
+            attention_backward(*operands, out, lse, **options)
+    for number, name in enumerate(("grad_out", "query", "key", "value", "out", "lse")):
+        arrays = [*operands, out, lse]
+        for wrong, error in ((arrays[number][:, :, 1:], ArgumentError), (None, ArgumentTypeError)):
+            changed = [*arrays[:number], wrong, *arrays[number + 1 :]]
+            with pytest.raises(error):
+                attention_backward(*changed, key_lengths=lengths), name

@@ -55,6 +55,9 @@ MASKS = {
     "mask": lambda dtype: {
         "attn_mask": (torch.rand(B, 1, L, L) < 0.7) | torch.eye(L, dtype=torch.bool)
     },
+    "a row hidden": lambda dtype: {
+        "attn_mask": torch.arange(L)[:, None] != torch.randint(L, (B, 1, 1, 1))
+    },
     "bias": lambda dtype: {"attn_mask": torch.randn(1, H, L, L, dtype=dtype)},
 }
 
