@@ -34,7 +34,7 @@ from .options import (
 from .tensors import READ, array, in_rows, is_held, plain, strides
 from .threads import pytorch_threads
 
-NAMES = "query", "key", "value", "grad_out", "out", "lse"  # as a runner takes them
+NAMES = "query", "key", "value", "grad_out", "out", "lse", "grad_lse"  # as a runner takes them
 
 
 def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -166,8 +166,9 @@ def _by_runner(
     refuse_after_fork()
     grad_out, query, key, value, out, lse = tensors
     given = query, key, value, grad_out, out, lse
-    for name, x in zip(NAMES, given, strict=True):
-        check_memory(name, x)
+    for name, x in zip(NAMES, (*given, grad_lse), strict=True):
+        if x is not None:
+            check_memory(name, x)
     changed = fields(options, query, key) if hold_tensors(options) else None
     operands = [in_rows(x, torch.float32) for x in given[:5]]
     written = [

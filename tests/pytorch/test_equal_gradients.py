@@ -193,7 +193,7 @@ def test_trained_masks_of_equal_calls(trained, scale, in_full):
 
 
 @pytest.mark.parametrize("dtype", BUDGETS, ids=str)
-@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out", "out", "lse"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out", "out", "lse", "grad_lse"])
 def test_memory_that_was_freed(name, dtype):
     """Is refused in equal calls as in the first one, by the argument's name."""
     for call in ("equal", "first"):
@@ -201,13 +201,16 @@ def test_memory_that_was_freed(name, dtype):
         out, lse = nt.attention(*operands, return_lse=True)
         given = dict(zip(("grad_out", "query", "key", "value"), (grad, *operands), strict=True))
         given |= {"out": out, "lse": lse}
-        BACKWARD(*given.values(), *DEFAULTS.values())
+        of_lse = {"grad_lse": torch.randn(lse.shape)}
+        wanted = *DEFAULTS.values(), False, False
+        BACKWARD(*given.values(), *wanted, *of_lse.values())
         if call == "first":
             plan_store.gradients.plans.clear()
-        given = {n: x.clone() for n, x in given.items()}  # NumPy has not seen their memory
-        given[name].untyped_storage().resize_(0)
+        # NumPy has not seen the memory of these
+        given, of_lse = ({n: x.clone() for n, x in of.items()} for of in (given, of_lse))
+        (given | of_lse)[name].untyped_storage().resize_(0)
         with pytest.raises(ArgumentError, match=f"{name}: got a tensor whose memory was freed"):
-            BACKWARD(*given.values(), *DEFAULTS.values())
+            BACKWARD(*given.values(), *wanted, *of_lse.values())
 
 
 def test_options_that_require_grad():

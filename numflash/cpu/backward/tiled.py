@@ -75,13 +75,8 @@ class GradientPlan(KernelPlan):
         cap = float(self.options.softcap)
         reals = factor, scale, of_keys, largest_scale(problem), cap
         self.reals = np.array(reals, np.float64)
-        of_q, of_k, of_v, of_out = (
-            (nb, nh, length, d),
-            (nb, nkv, s, d),
-            (nb, nkv, s, dv),
-            (nb, nh, length, dv),
-        )
-        shapes = of_q, of_k, of_v, of_out, of_out, of_q, of_k, of_v  # in the order of `Strides`
+        operands = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
+        shapes = *operands, *[(nb, nh, length, dv)] * 2, *operands  # in the order of `Strides`
         self.strides = np.array([strides_of(x, 4) for x in shapes], np.int64).ravel()
         self.call = make_call(isa)
 
