@@ -12,6 +12,7 @@ from torch_cases import DEFAULTS
 import numflash
 import numflash.torch as nt
 from numflash.dispatch import plan_store
+from numflash.dispatch.option_gradients import OPERANDS
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
 from numflash.jit import target
 from numflash.torch import gradients, operator, sdpa
@@ -340,7 +341,7 @@ def test_gradients_follow_the_options_tensors(calls):
         arrays = [x.detach().numpy() for x in (grad, *given)]
         asked = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
         results = numflash.attention(*arrays[1:], **asked, return_lse=True)
-        want = numflash.attention_backward(*arrays, *results, **asked)
+        want = numflash.attention_backward(*arrays, *results, **asked, wrt=[*OPERANDS])  # in full
         for x, y in zip(found, want, strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -403,7 +404,8 @@ def test_gradients_of_equal_calls(with_lse, monkeypatch):
             assert used.pop() == min(threads, most())
             arrays = [x.detach().numpy() for x in (grads[0], q, k, v, out, lse, grads[1])]
             *arrays, of_lse = arrays
-            want = numflash.attention_backward(*arrays, grad_lse=of_lse if with_lse else None)
+            of_lse = of_lse if with_lse else None
+            want = numflash.attention_backward(*arrays, grad_lse=of_lse, wrt=[*OPERANDS])  # in full
             for x, y in zip(found, want, strict=True):
                 np.testing.assert_array_equal(x, y)
     finally:
