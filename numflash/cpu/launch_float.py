@@ -25,7 +25,7 @@ from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS
 from .isa.isas import padded
 from .isa.strided import rows_of, strides_of
-from .plan import KernelPlan
+from .plan import ForwardPlan
 from .problem_arrays import (
     at_address,
     heads,
@@ -82,7 +82,7 @@ def few_rows_isa(problem: Problem, isa: str) -> str | None:
     return None
 
 
-class FloatPlan(KernelPlan):
+class FloatPlan(ForwardPlan):
     """Instruction set, tasks, places in scratch memory, options as numbers.
 
     Parameters
@@ -198,7 +198,7 @@ class FloatPlan(KernelPlan):
     def run_at(
         self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
     ) -> None:
-        """As of `KernelPlan`."""
+        """As of `ForwardPlan`."""
         numbers = self.with_strides(strides, STRIDES)
         *arrays, lse = places
         with scratch.take(self.layout.nbytes) as room:

@@ -28,7 +28,7 @@ from .int8.quantize_values import value_type
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
 from .isa.strided import rows_of, strides_of
 from .launch_float import Results
-from .plan import KernelPlan
+from .plan import ForwardPlan
 from .problem_arrays import at_address, in_place, kernel_arrays, seen_keys
 from .semantics import ARRAY_NUMBERS, array_numbers, option_numbers
 
@@ -38,7 +38,7 @@ OF_ARRAYS = slice(NUMBERS, NUMBERS + ARRAY_NUMBERS)  # what masks, lengths and s
 NO_STRIDES = dict.fromkeys(Numbers._fields[STRIDES], 0)
 
 
-class Int8Plan(KernelPlan):
+class Int8Plan(ForwardPlan):
     """Instruction set, places in scratch memory, options as numbers.
 
     Parameters
@@ -147,7 +147,7 @@ class Int8Plan(KernelPlan):
     def run_at(
         self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
     ) -> None:
-        """As of `KernelPlan`."""
+        """As of `ForwardPlan`."""
         numbers = self.with_strides(strides, STRIDES)
         *operands, out, lse = places
         self._run(tuple(operands), numbers, out, lse if with_lse else 0)

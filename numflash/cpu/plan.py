@@ -1,4 +1,4 @@
-"""What plans of float and of INT8 attention have in common."""
+"""What plans of float and of INT8 attention, and of gradients, have in common."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ class KernelPlan:
     def set_arrays(self) -> None:
         """Write what the problem's masks, lengths and slopes decide into the numbers."""
         raise NotImplementedError
+
+
+class ForwardPlan(KernelPlan):
+    """A plan of attention, which reads and writes arrays whose rows are contiguous, anywhere."""
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None

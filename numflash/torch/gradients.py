@@ -17,7 +17,7 @@ from ..interop.arrays import check_memory
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..validation.options import Options
 from .batching import one_call
-from .equal_calls import _without_tensors, on_card
+from .equal_calls import known_call, on_card
 from .options import (
     GRADIENT_TENSORS,
     LAST,
@@ -100,7 +100,7 @@ def _on_cpu(
     scores = None
     if of_mask:
         scores = query.new_zeros((*query.shape[:3], key.shape[2]), dtype=torch.float32)
-    call, runner = _known_gradients(query, key, value, options)
+    call, runner = known_call(plan_store.gradients, query, key, value, options)
     known = runner is not None and _are_results(tensors, grad_lse)
     if not (known and _by_runner(runner, tensors, grad_lse, options, found, scores)):
         given = [x.detach() for x in tensors]
@@ -114,25 +114,6 @@ def _memory_for(x: Tensor) -> Tensor:
     """
     like = torch.empty_like(x)
     return like if x.is_cpu and like.stride(3) == 1 else x.new_empty(x.shape)
-
-
-def _known_gradients(
-    query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
-) -> tuple[Any, Any | None]:
-    """`known_call` for tensors in any layout: the key of equal calls, and what computes their gradients."""
-    dtype = query.dtype if type(query) is Tensor else None
-    if dtype not in READ or not all(is_held(x, dtype) for x in (query, key, value)):
-        return None, None
-    asked = _without_tensors(options, dtype) if hold_tensors(options) else options
-    if asked is None:
-        return None, None
-    try:
-        call = dtype, query.shape, key.shape, value.shape, asked, tuple(map(type, asked))
-        return call, plan_store.gradients.get(call)
-    except TypeError:  # an option that cannot be hashed
-        return None, None
-    except RuntimeError:  # a nested tensor of the strided layout has no shape
-        return None, None
 
 
 def _are_results(tensors: tuple[Tensor, ...], grad_lse: Tensor | None) -> bool:

@@ -70,7 +70,7 @@ class GradientPlan(KernelPlan):
         places = self.layout.add_all(**sizes)
         numbers = Numbers(*shape, *columns, workers, splits, bounds(problem), **places)
         self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
-        self.set_options()
+        self.set_arrays()
         of_keys = 1.0 if shared else scale
         cap = float(self.options.softcap)
         reals = factor, scale, of_keys, largest_scale(problem), cap
@@ -80,8 +80,8 @@ class GradientPlan(KernelPlan):
         self.strides = np.array([strides_of(x, 4) for x in shapes], np.int64).ravel()
         self.call = make_call(isa)
 
-    def set_options(self) -> None:
-        """Write what depends on masks, lengths and slopes into the numbers."""
+    def set_arrays(self) -> None:
+        """As of `KernelPlan`."""
         self.options = options_of(self.problem)  # the numbers hold the addresses of its arrays
         self.numbers[NUMBERS:] = option_numbers(_flat(self.options))
 
