@@ -7,13 +7,14 @@ from typing import Any
 from ..measure import short_calls
 from ..measure.console import Progress, Table, count
 from ..measure.contenders import on_threads
-from ..measure.short_calls import COMPILED, COMPILED_INT8, PEER, PEER_BFLOAT16, SHAPES
+from ..measure.short_calls import COMPILED, COMPILED_INT8, PEER, PEER_BFLOAT16, SHAPES, TOKENS
 
 COLUMNS = (
     "arrays",
     COMPILED,
     "tensors",
     "numflash.torch",
+    TOKENS,
     PEER,
     "int8",
     COMPILED_INT8,
@@ -28,7 +29,8 @@ def run(threads: int) -> list[dict[str, Any]]:
     times = Table(
         f"microseconds of a call, {count(threads, 'thread')}, medians of calls in turns",
         ("(B, H, L, D)", *COLUMNS),
-        note="compiled: what packs or quantises, attends and checks; the rest of a call is Python",
+        note="compiled: what packs or quantises, attends and checks; the rest of a call is Python; by token: "
+        "numflash.torch on tensors that are (B, L, H, D) in memory, as models have them",
     )
     ratios = Table(
         "how many times as long PyTorch takes",

@@ -29,13 +29,14 @@ SHAPES = (  # (B, H, L, D)
     (1, 8, 128, 64),
     (1, 8, 512, 64),
 )
+TOKENS = "by token"  # (B, L, H, D) in memory, as models have it
 PEER = "PyTorch"
 PEER_BFLOAT16 = "PyTorch bfloat16"
 COMPILED = "compiled"
 COMPILED_INT8 = "int8, compiled"
 NAMES = (
-    "arrays", "int8", "int8, ready", COMPILED, COMPILED_INT8, "tensors", "numflash.torch", PEER,
-    PEER_BFLOAT16,
+    "arrays", "int8", "int8, ready", COMPILED, COMPILED_INT8, "tensors", "numflash.torch", TOKENS,
+    PEER, PEER_BFLOAT16,
 )  # fmt: skip
 ROUNDS = 25
 
@@ -92,6 +93,8 @@ def calls(shape: tuple[int, ...]) -> Calls:
         peer = torch.nn.functional.scaled_dot_product_attention
         found["tensors"] = lambda: attention(*tensors)
         found["numflash.torch"] = lambda: own(*tensors)
+        tokens = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+        found[TOKENS] = lambda: own(*tokens)
         found[PEER] = lambda: peer(*tensors)
         found[PEER_BFLOAT16] = lambda: peer(*short)
     return found
