@@ -117,12 +117,12 @@ def run(
     refuse_after_fork()
     check_operands(query, key, value)
     dtype, kind = query.dtype, OF_NAME[runner.takes]
+    out = result_like(query, value.shape[3], torch.float32)  # as the given query, not as a copy
     whole = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     if not whole or dtype is not kind:
         query, key, value = in_rows(query, kind), in_rows(key, kind), in_rows(value, kind)
         if runner.in_place:
             value = value.contiguous()
-    out = result_like(query, value.shape[3], torch.float32)
     with_lse = with_lse or sinks is not None
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if with_lse else None
     places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()

@@ -67,9 +67,11 @@ def result_like(query: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     as in PyTorch's results, so that a model goes on with its tokens without a copy.
     """
     b, h, length, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return query.new_empty((b, length, h, columns), dtype=dtype).transpose(1, 2)
-    return query.new_empty((b, h, length, columns), dtype=dtype)
+    shape = b, h, length, columns
+    if query.stride(1) < query.stride(2):  # a view would refuse to be changed in place
+        steps = length * h * columns, columns, h * columns, 1
+        return query.new_empty_strided(shape, steps, dtype=dtype)
+    return query.new_empty(shape, dtype=dtype)
 
 
 def array(x: Tensor) -> np.ndarray:

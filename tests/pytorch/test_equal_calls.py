@@ -16,6 +16,7 @@ from numflash.dispatch.option_gradients import OPERANDS
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
 from numflash.jit import target
 from numflash.torch import gradients, operator, sdpa
+from numflash.torch.tensors import result_like
 
 ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
 Q, K, V = (torch.from_numpy(x) for x in ARRAYS)
@@ -217,11 +218,24 @@ def test_equal_calls_on_tensors_of_any_layout(direct, length, dtype, layout):
     for options in ({}, {"precision": "int8"}, {"sinks": torch.randn(4)}):
         contiguous = (x.contiguous() for x in tensors)
         want, want_lse = nt.attention(*contiguous, **options, return_lse=True)
+        strides = result_like(tensors[0], 32, dtype).stride()  # which a compiled model expects
         for _ in range(2):
             out, lse = nt.attention(*tensors, **options, return_lse=True)
             assert torch.equal(out, want) and torch.equal(lse, want_lse)
+            assert out.stride() == strides
         assert direct[-1]
         assert layout not in (by_token, part_of_more) or out.transpose(1, 2).is_contiguous()
+
+
+def test_results_in_the_memory_of_tokens_may_be_changed_in_place():
+    """They are no views: PyTorch refuses to change a view that was made without gradients."""
+    weight = torch.ones((), requires_grad=True)
+    for _ in range(2):
+        with torch.no_grad():
+            out = nt.attention(*map(by_token, (Q, K, V)))
+        assert out.transpose(1, 2).is_contiguous()
+        out += weight
+        assert out.requires_grad
 
 
 def test_rows_that_float32_does_not_hold_in_tensors_of_models():
