@@ -6,6 +6,7 @@ from oracles import naive, qkv
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_cases import DEFAULTS
 
@@ -21,6 +22,7 @@ from numflash.torch.tensors import result_like
 ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
 Q, K, V = (torch.from_numpy(x) for x in ARRAYS)
 OPERATOR = "numflash::attention"
+ATTENTION = torch.ops.numflash.attention.default
 
 
 class Seen(TorchDispatchMode):
@@ -198,6 +200,11 @@ def columns_apart(x):
     return torch.stack((x, x * 0), -1).flatten(-2)[..., ::2]
 
 
+def tokens_apart(x):
+    """Heads together, and columns that no kernel reads in place: their copy lies otherwise."""
+    return columns_apart(x.transpose(1, 2)).transpose(1, 2)
+
+
 def within_words(x):
     """Rows that begin at every other place of a 16-bit number, as no kernel packs them."""
     return torch.nn.functional.pad(x, (1, 0))[..., 1:]
@@ -207,7 +214,9 @@ def expanded(x):
     return x[:, :1].expand(x.shape)
 
 
-@pytest.mark.parametrize("layout", [by_token, part_of_more, columns_apart, within_words, expanded])
+@pytest.mark.parametrize(
+    "layout", [by_token, part_of_more, columns_apart, tokens_apart, within_words, expanded]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [37, 1])
 def test_equal_calls_on_tensors_of_any_layout(direct, length, dtype, layout):
@@ -236,6 +245,19 @@ def test_results_in_the_memory_of_tokens_may_be_changed_in_place():
         assert out.transpose(1, 2).is_contiguous()
         out += weight
         assert out.requires_grad
+
+
+@pytest.mark.parametrize("layout", [by_token, expanded, tokens_apart, within_words])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_results_lie_where_a_compiler_is_told(dtype, layout):
+    """In the first call and in equal ones, whose queries are copied to be read."""
+    tensors = [layout(x.to(dtype)) for x in (Q, K, V)]
+    with FakeTensorMode() as mode:
+        told = ATTENTION(*map(mode.from_tensor, tensors), *DEFAULTS.values())
+    plan_store.runners.plans.clear()
+    for _ in range(2):
+        found = ATTENTION(*tensors, *DEFAULTS.values())
+        assert [x.stride() for x in found] == [x.stride() for x in told]
 
 
 def test_rows_that_float32_does_not_hold_in_tensors_of_models():
