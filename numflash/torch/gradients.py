@@ -34,7 +34,7 @@ from .options import (
 from .tensors import READ, array, in_rows, is_held, plain, strides
 from .threads import pytorch_threads
 
-NAMES = "query", "key", "value", "grad_out", "out", "lse", "grad_lse"  # as a runner takes them
+NAMES = "query", "key", "value", "grad_out", "out", "lse", "grad_lse", "sinks"
 
 
 def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
@@ -45,7 +45,11 @@ def differentiate(*arguments: Any) -> tuple[Tensor, ...]:
         mask and of the sinks are wanted, else they have size 0; the gradient of the lse or None
     """
     tensors, options, of_mask, of_sinks, grad_lse = parted(arguments)
-    grad_out, query, _, _, out, lse = tensors
+    grad_out, query, key, value, out, lse = tensors
+    given = query, key, value, grad_out, out, lse, grad_lse, options[SINKS]
+    for name, x in zip(NAMES, given, strict=True):
+        if x is not None and x.layout is torch.strided:
+            check_memory(name, x)
     sinks = query.new_empty(0)
     if of_sinks:
         sinks = _gradient_of_sinks(options[SINKS], grad_out, out, lse, grad_lse)
@@ -146,12 +150,8 @@ def _by_runner(
     """
     refuse_after_fork()
     grad_out, query, key, value, out, lse = tensors
-    given = query, key, value, grad_out, out, lse
-    for name, x in zip(NAMES, (*given, grad_lse), strict=True):
-        if x is not None:
-            check_memory(name, x)
     changed = fields(options, query, key) if hold_tensors(options) else None
-    operands = [in_rows(x, torch.float32) for x in given[:5]]
+    operands = [in_rows(x, torch.float32) for x in (query, key, value, grad_out, out)]
     written = [
         x if x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32) for x in found
     ]

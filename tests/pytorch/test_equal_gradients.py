@@ -213,6 +213,18 @@ def test_memory_that_was_freed(name, dtype):
             BACKWARD(*given.values(), *wanted, *of_lse.values())
 
 
+@pytest.mark.parametrize("name", ["grad_out", "out", "lse", "grad_lse", "sinks"])
+def test_memory_that_was_freed_before_the_gradient_of_sinks(name):
+    """PyTorch, which computes that gradient, would read it."""
+    given = {n: torch.randn(1, 2, 9, 16) for n in ("grad_out", "query", "key", "value", "out")}
+    given |= {"lse": torch.randn(1, 2, 9)}
+    options, of_lse = DEFAULTS | {"sinks": torch.randn(2)}, torch.randn(1, 9, 2).mT
+    freed = given | options | {"grad_lse": of_lse}
+    freed[name].untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match=f"{name}: got a tensor whose memory was freed"):
+        BACKWARD(*given.values(), *options.values(), False, True, of_lse)
+
+
 def test_options_that_require_grad():
     """Masks and sinks of equal calls have gradients; slopes, and what INT8 rounds, are refused in each."""
     q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
