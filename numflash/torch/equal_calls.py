@@ -117,9 +117,8 @@ def run(
     refuse_after_fork()
     check_operands(query, key, value)
     dtype, kind = query.dtype, OF_NAME[runner.takes]
-    out = result_like(query, value.shape[3], torch.float32)  # as the given query, not as a copy
     whole = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
-    # lies as the caller's query does, not as a copy of it
+    # it lies as the caller's query does, not as a copy of that
     out = result_like(query, value.shape[3], torch.float32)
     if not whole or dtype is not kind:
         query, key, value = in_rows(query, kind), in_rows(key, kind), in_rows(value, kind)

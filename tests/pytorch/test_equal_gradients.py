@@ -49,8 +49,8 @@ LAYOUTS = {
 MASKS = {
     "no mask": lambda dtype: {},
     "causal": lambda dtype: {"is_causal": True},
-    "padding": lambda dtype: {
-        "attn_mask": torch.arange(L) < torch.randint(1, L, (B, 1, 1, 1)),
+    "padding": lambda dtype: {  # of one key the gradient of the query is 0, and none of its size
+        "attn_mask": torch.arange(L) < torch.randint(2, L, (B, 1, 1, 1)),
     },
     "mask": lambda dtype: {
         "attn_mask": (torch.rand(B, 1, L, L) < 0.7) | torch.eye(L, dtype=torch.bool)
