@@ -201,10 +201,10 @@ MUTANTS = [
     Mutant(CALL_INT8, "if max(top_q * abs(f.unit), top_k) >= LIMIT:", "if False:", PLANNED_INT8),
     Mutant(CALL_INT8, "f.softcap, most >= MOST)", "f.softcap, False)", PLANNED_INT8),
     Mutant(
-        LAUNCH_INT8,
-        "numbers[STRIDES] = [step for x in (q, k, v)",
-        "_ = [step for x in (q, k, v)",
-        PLANNED_INT8,
+        "cpu/plan.py",
+        "return addresses(*turned, last), strides",
+        "return addresses(*turned, last), ()",
+        "tests/cpu/test_flash_float.py -k strides",
     ),
     # ---- what both share
     Mutant(
