@@ -137,11 +137,11 @@ def _portable(
 ) -> None:
     """All rows one at a time, those that float32 does not hold in float64."""
     lse, grad_lse = of_rows
-    in_place = [strided(x) for x in (*operands, out)]
+    rows = [strided(x) for x in (*operands, out)]
     q, k, v, do, lse = map(heads, (*operands, lse))
     dlse = np.zeros((0, lse.shape[1]), F) if grad_lse is None else heads(grad_lse)
     numbers = problem.key_lengths, tiled.largest_scale(problem), tiled.bounds(problem)
-    found = found_of(Given._make((*in_place, lse, dlse, *numbers)))
+    found = found_of(Given._make((*rows, lse, dlse, *numbers)))
     arrays, delta = (q, k, v, do), found.exact_delta
     gradients = (*map(heads, results), _of_heads(scores))
     _rows(problem, False, ~found.skip, arrays, lse, delta, gradients)

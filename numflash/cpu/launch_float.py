@@ -96,8 +96,6 @@ class FloatPlan(ForwardPlan):
     Attributes
     ----------
     operand : dtype of the arrays that a call takes: float32, or uint16 (the bits of bfloat16)
-    takes : "float32" or "bfloat16" where arrays of that, whose rows are contiguous, are what `run` takes
-    in_place : V is read where it is, and has to be contiguous
     """
 
     def __init__(self, problem: Problem, isa: str) -> None:
@@ -115,14 +113,16 @@ class FloatPlan(ForwardPlan):
         columns = padded(dv, tiles.lanes)
         packed = 0 if parts else n_kv
         contiguous = problem.value.flags.c_contiguous and length * nh // nkv < MANY_ROWS
-        self.in_place = not parts and contiguous and self.kind == "float32" and columns == dv
+        self.contiguous_values = (
+            not parts and contiguous and self.kind == "float32" and columns == dv
+        )
         self.takes = None if d % self.step else self.kind
         self.layout = Layout()
         places = self.layout.add_all(
             packed_keys=packed * panels * tiles.panel * words * 4,
             magnitudes=packed * panels * 4,
             limits=packed * 4,
-            packed_values=0 if self.in_place else packed * value_rows * columns * 4,
+            packed_values=0 if self.contiguous_values else packed * value_rows * columns * 4,
             redo=n * length,
             counter=2 * 8,
             states=n * length * parts * (dv + 2) * 4,
@@ -152,7 +152,7 @@ class FloatPlan(ForwardPlan):
         self.call = (
             make_few_call(few_rows_isa(problem, self.isa), self.kind)
             if parts
-            else make_call(isa, self.kind, not self.in_place, *changed)
+            else make_call(isa, self.kind, not self.contiguous_values, *changed)
         )
 
     def _packed(self, seen: int) -> tuple[int, int]:
@@ -193,7 +193,7 @@ class FloatPlan(ForwardPlan):
         q, k, v = (rows_of(x, self.operand) for x in (query, key, value))
         if key.shape[3] % self.step:
             k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
-        return q, k, carray(v) if self.in_place else v
+        return q, k, carray(v) if self.contiguous_values else v
 
     def run_at(
         self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()

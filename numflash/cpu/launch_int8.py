@@ -49,13 +49,9 @@ class Int8Plan(ForwardPlan):
     isa : str
         An instruction set with register tiles.
 
-    Attributes
-    ----------
-    takes : "float32" or "bfloat16" where arrays of that, whose rows are contiguous, are what `run` takes
-    in_place : V would have to be contiguous; it need not
     """
 
-    in_place = False
+    contiguous_values = False
 
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape

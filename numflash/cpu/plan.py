@@ -27,16 +27,13 @@ class KernelPlan:
         plan's own.
     numbers : int64 array
         What the compiled call reads: `Numbers` of its kernels, and `semantics.OptionNumbers`.
-    arrays : semantics.KernelArrays
-        Whose addresses are among the numbers.
     layout : of scratch memory
-    first : the plan that this one is a copy of
-        The other addresses are those of its arrays.
+    first : the plan that this one is a copy of, or None
+        Addresses that the copy did not write anew are those of arrays of `first`, which it keeps alive.
     """
 
     problem: Problem
     numbers: np.ndarray
-    arrays: KernelArrays
     layout: Layout
     first: KernelPlan | None = None
 
@@ -55,7 +52,20 @@ class KernelPlan:
 
 
 class ForwardPlan(KernelPlan):
-    """A plan of attention, which reads and writes arrays whose rows are contiguous, anywhere."""
+    """A plan of attention, which reads and writes arrays whose rows are contiguous, anywhere.
+
+    Attributes
+    ----------
+    arrays : semantics.KernelArrays
+        Masks, lengths and slopes, whose addresses are among the numbers.
+    takes : "float32", "bfloat16" or None
+        The dtype of arrays, or tensors, that `run_at` takes as they are.
+    contiguous_values : V is read where it is, and has to be contiguous
+    """
+
+    arrays: KernelArrays
+    takes: str | None
+    contiguous_values: bool
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None

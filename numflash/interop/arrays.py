@@ -22,6 +22,7 @@ from . import halves
 from .device_tensors import refuse_grad
 
 CPU_DEVICE = 1  # kDLCPU
+WORD = 4  # bytes that kernels pack at a time: rows that begin within a word are copied
 STORAGE = {"bfloat16": "uint16"}
 RESULTS = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}  # of other inputs
 HALVES = "eH"  # NumPy's characters of float16, and of the uint16 that bfloat16 is

@@ -122,7 +122,7 @@ def run(
     out = result_like(query, value.shape[3], torch.float32)
     if not whole or dtype is not kind:
         query, key, value = in_rows(query, kind), in_rows(key, kind), in_rows(value, kind)
-        if runner.in_place:
+        if runner.contiguous_values:
             value = value.contiguous()
     with_lse = with_lse or sinks is not None
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if with_lse else None

@@ -31,7 +31,7 @@ from .options import (
     parted,
     schema,
 )
-from .tensors import READ, array, in_rows, is_held, plain, strides
+from .tensors import READ, array, as_written, in_rows, is_held, plain, strides
 from .threads import pytorch_threads
 
 NAMES = "query", "key", "value", "grad_out", "out", "lse", "grad_lse", "sinks"
@@ -170,11 +170,6 @@ def _by_runner(
     return held
 
 
-def _as_written(x: Tensor) -> Tensor:
-    """Contiguous float32 memory that a kernel writes instead of x: x itself where it is that."""
-    return x if plain(x, torch.float32) else x.new_empty(x.shape, dtype=torch.float32)
-
-
 def _copy(written: list[Tensor], found: list[Tensor]) -> None:
     """What was written elsewhere, rounded to the dtypes of `found`."""
     for x, to in zip(written, found, strict=True):
@@ -198,7 +193,7 @@ def _in_full(
     problem = validation.problem(query, key, value, asked)
     shape, given = tuple(query.shape), (grad_out, out, lse, grad_lse)
     operands = validation.gradient_operands(problem, shape, *given, "bhld")
-    written = [_as_written(x) for x in found]
+    written = [as_written(x) for x in found]
     with pytorch_threads():
         of_scores = None if scores is None else array(scores)
         backends.solve_backward(problem, operands, impl, [array(x) for x in written], of_scores)

@@ -14,7 +14,7 @@ from .equal_calls import run, runner_of, with_tensors
 from .gradients import attention_backward_operator, differentiate
 from .observers import is_direct, is_traced
 from .options import MASK, OPTIONS, SINKS, asked_for, detached, schema
-from .tensors import READ, array, result_like
+from .tensors import READ, array, as_written, result_like
 from .threads import pytorch_threads
 
 
@@ -35,8 +35,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
         return api.attend(query, key, value, asked, impl, call)
     problem = validation.problem(query, key, value, asked)
     out, lse = _results(query, value)
-    in_place = out.dtype == torch.float32 and out.is_contiguous()
-    written = out if in_place else out.new_empty(out.shape, dtype=torch.float32)
+    written = as_written(out)
     with pytorch_threads():
         backends.solve(problem, impl, (array(written), array(lse)))
     if call is not None:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interop.arrays import ArrayInterface
+from ..interop.arrays import WORD, ArrayInterface
 
-# dtypes that kernels read in place, as `plan_store.keep_runner` names them
+# dtypes whose equal calls keep plans, as `plan_store.keep_runner` names them; float16 is converted to
+# float32, the others are read where they are
 READ = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 OF_NAME = {name: dtype for dtype, name in READ.items()}
-WORD = 4  # bytes: a row that begins within a word is not read in place
 
 
 def plain(x: Any, dtype: torch.dtype) -> bool:
@@ -41,8 +41,8 @@ def is_held(x: Any, dtype: torch.dtype) -> bool:
 
 
 def in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A (B, H, L, D) tensor that `is_held` as rows of contiguous `dtype`, which kernels read where they are; a copy
-    where it is not that.
+    """A (B, H, L, D) tensor that `is_held` as rows of contiguous `dtype`, which kernels read where they
+    are; a copy where it is not that.
     """
     x = x if x.dtype is dtype else x.to(dtype)
     if x.is_contiguous():
@@ -64,14 +64,20 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def result_like(query: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """(B, H, L, `columns`), not written yet: a token's heads are together where they are in the query,
-    as in PyTorch's results, so that a model goes on with its tokens without a copy.
+    as in PyTorch's results, so that a model goes on with its tokens without a copy. On a card it is
+    contiguous.
     """
     b, h, length, _ = query.shape
     shape = b, h, length, columns
-    if query.stride(1) < query.stride(2):  # a view would refuse to be changed in place
+    if query.is_cpu and query.stride(1) < query.stride(2):  # a view would refuse to be changed in place
         steps = length * h * columns, columns, h * columns, 1
         return query.new_empty_strided(shape, steps, dtype=dtype)
     return query.new_empty(shape, dtype=dtype)
+
+
+def as_written(x: Tensor) -> Tensor:
+    """Contiguous float32 memory that a kernel writes instead of x: x itself where it is that."""
+    return x if plain(x, torch.float32) else x.new_empty(x.shape, dtype=torch.float32)
 
 
 def array(x: Tensor) -> np.ndarray:

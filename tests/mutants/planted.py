@@ -798,7 +798,7 @@ MUTANTS = [
     ),
     Mutant(
         "torch/equal_calls.py",
-        "        if runner.in_place:\n            value = value.contiguous()\n",
+        "        if runner.contiguous_values:\n            value = value.contiguous()\n",
         "",
         "tests/pytorch/test_equal_calls.py -k any_layout",
     ),

@@ -236,6 +236,13 @@ def test_equal_calls_on_tensors_of_any_layout(direct, length, dtype, layout):
         assert layout not in (by_token, part_of_more) or out.transpose(1, 2).is_contiguous()
 
 
+def test_results_on_a_card_are_contiguous_and_a_compiler_is_told_so():
+    with FakeTensorMode():
+        tensors = [torch.empty(2, 7, 4, 16, device="cuda").transpose(1, 2) for _ in "qkv"]
+        out, _ = ATTENTION(*tensors, *DEFAULTS.values())
+    assert out.is_contiguous()
+
+
 def test_results_in_the_memory_of_tokens_may_be_changed_in_place():
     """They are no views: PyTorch refuses to change a view that was made without gradients."""
     weight = torch.ones((), requires_grad=True)

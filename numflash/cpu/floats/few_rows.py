@@ -55,9 +55,10 @@ class Few(NamedTuple):
 
     q, k, v : (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), float32 or bfloat16
     scale : of the scores, in units of log2
-    out : (B * Hkv, parts, rows, Dv) float32 sums of weights times values, of the rows of all heads of
-        a group;  m, l : (B * Hkv, parts,
-        rows) float32 maxima and sums of weights;  spoiled : uint8, 1 for scores that are not finite
+    out : (B * Hkv, parts, rows, Dv) float32 sums of weights times values; rows those of all heads of a
+        group
+    m, l : (B * Hkv, parts, rows) float32 maxima and sums of weights
+    spoiled : (B * Hkv, parts, rows) uint8, 1 for scores that are not finite
     """
 
     q: Strided

@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...interop.arrays import carray, to_float32, writable
+from ...interop.arrays import WORD, carray, to_float32, writable
 from ...jit.compiler import own
-
-WORD = 4  # bytes that packing reads at a time
 
 
 class Strided(NamedTuple):
