@@ -200,6 +200,10 @@ def test_sequences_cut_alike(precision, monkeypatch):
             assert np.array_equal(a, b)
         cu_q[1:3] += 1
     assert len(kept) == 2
+    # neighbours of one length, whose rows are written where they belong
+    neighbours = np.array([0, 37, 74]), np.array([0, 53, 106])
+    first, again = (numflash.attention_varlen(q, k, v, *neighbours, **options) for _ in "ab")
+    assert all(map(np.array_equal, first, again))
     with pytest.raises(ArgumentError, match="cu_seqlens_q"):
         numflash.attention_varlen(q, k, v, cu_q[:-1], cu_k, **options)
     with pytest.raises(ArgumentError, match="key"):
@@ -225,6 +229,8 @@ def test_arrays_of_any_kind():
         np.testing.assert_allclose(out, want, atol=5e-3)
     swapped = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (Q, K, V)]
     out, lse = both(*swapped, layout="blhd", **options)
+    assert out.flags.c_contiguous
+    assert numflash.attention(*swapped, layout="blhd", **options)[0].flags.c_contiguous
     np.testing.assert_allclose(out.swapaxes(1, 2), want, atol=1e-5)
     np.testing.assert_allclose(lse.swapaxes(1, 2), want_lse, atol=1e-5)
     for n in (0, (0, 0)):
