@@ -101,7 +101,7 @@ class GradientRunner:
 
         places : addresses of query, key, value, grad_out, out, lse and its gradient or 0, of the results,
             and of zeros for the gradients of the scores, or 0; float32
-        strides : `call.Strides`, or None where all are contiguous
+        strides : as `backward.call.make_call` takes them, or None where all are contiguous
         fields : masks, lengths, slopes and sinks as of `validation.described`, if they are not the first
             problem's
         """

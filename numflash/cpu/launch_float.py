@@ -5,6 +5,7 @@ Packing, options as arrays, and the rows that float32 cannot hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -18,13 +19,13 @@ from ..jit.threads import restoring_threads
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
-from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, STRIDES, Numbers, make_call
+from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, Numbers, make_call
 from .floats.few_rows import make_few_call
 from .floats.flash_rows import LOWEST, Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS
 from .isa.isas import padded
-from .isa.strided import rows_of, strides_of
+from .isa.strided import contiguous_strides, rows_of
 from .plan import ForwardPlan
 from .problem_arrays import (
     at_address,
@@ -135,7 +136,7 @@ class FloatPlan(ForwardPlan):
             columns=columns,
             block_q=block_q,
             parts=parts,
-            **(dict.fromkeys(Numbers._fields[STRIDES], 0) | places),
+            **places,
             panels=panels,
             value_rows=value_rows,
             workers=1,
@@ -143,10 +144,13 @@ class FloatPlan(ForwardPlan):
         )
         self.options = semantics(self.problem)
         self.numbers = np.array((*numbers, *option_numbers(self.options)), np.int64)
-        shapes = (nb, nh, length, d), (nb, nkv, s, padded(d, self.step)), (nb, nkv, s, dv)
         size = self.operand.itemsize
-        steps = [step for x in shapes for step in strides_of(x, size)]
-        self.numbers[STRIDES] = *steps, *strides_of((nb, nh, length, dv), F().itemsize)
+        self.strides = contiguous_strides(
+            ((nb, nh, length, d), size),
+            ((nb, nkv, s, padded(d, self.step)), size),
+            ((nb, nkv, s, dv), size),
+            ((nb, nh, length, dv), F().itemsize),
+        )
         self.set_arrays()
         self.factors = np.array((problem.scale * LOG2E, self.options.softcap), np.float64)
         self.call = (
@@ -196,18 +200,21 @@ class FloatPlan(ForwardPlan):
         return q, k, carray(v) if self.contiguous_values else v
 
     def run_at(
-        self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
+        self,
+        places: Sequence[int],
+        with_lse: bool = True,
+        strides: np.ndarray | None = None,
     ) -> None:
         """As of `ForwardPlan`."""
-        numbers = self.with_strides(strides, STRIDES)
         *arrays, lse = places
+        strides = self.strides if strides is None else strides
         with scratch.take(self.layout.nbytes) as room:
-            at, numbers = room.address, placed(numbers, PLACES, self.layout, room)
+            at, numbers = room.address, placed(self.numbers, PLACES, self.layout, room)
             lse = lse if with_lse else at + int(numbers[LSE])
-            if restoring_threads(self.call, *arrays, lse, at, numbers, self.factors):
-                self.rescue(arrays, numbers[STRIDES].tolist(), lse, at + int(numbers[REDO]))
+            if restoring_threads(self.call, *arrays, lse, at, numbers, strides, self.factors):
+                self.rescue(arrays, strides, lse, at + int(numbers[REDO]))
 
-    def rescue(self, places: list[int], strides: list[int], lse: int, redo: int) -> None:
+    def rescue(self, places: list[int], strides: np.ndarray, lse: int, redo: int) -> None:
         """Do the rows that float32 cannot hold again in float64.
 
         `redo` is the address of their flags.
@@ -215,7 +222,7 @@ class FloatPlan(ForwardPlan):
         nb, nh, nkv, length, s, d, dv = self.shape
         shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv), (nb, nh, length, dv)
         kinds = *(self.operand.str,) * 3, "=f4"
-        steps = [tuple(strides[n : n + 3]) for n in range(0, len(strides), 3)]
+        steps = map(tuple, strides.reshape(-1, 3).tolist())
         given = zip(places, shapes, kinds, steps, strict=True)
         *operands, out = (in_place(at, shape, kind, step) for at, shape, kind, step in given)
         problem = self.problem.with_operands(*operands)

@@ -22,11 +22,11 @@ from ..tiling import KEY_BLOCK, chosen, workers
 from ..validation import Problem
 from .floats.call import addresses
 from .general_int8 import run_general, semantics, slopes_of, stream_of
-from .int8.call import NUMBERS, PLACES, STRIDES, Numbers, make_float_call, make_ready_call
+from .int8.call import NUMBERS, PLACES, Numbers, make_float_call, make_ready_call
 from .int8.quantize_rows import LANES
 from .int8.quantize_values import value_type
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
-from .isa.strided import rows_of, strides_of
+from .isa.strided import contiguous_strides, rows_of
 from .launch_float import Results
 from .plan import ForwardPlan
 from .problem_arrays import at_address, in_place, kernel_arrays, seen_keys
@@ -35,7 +35,6 @@ from .semantics import ARRAY_NUMBERS, array_numbers, option_numbers
 F = np.float32
 WORKERS = Numbers._fields.index("workers")
 OF_ARRAYS = slice(NUMBERS, NUMBERS + ARRAY_NUMBERS)  # what masks, lengths and slopes decide
-NO_STRIDES = dict.fromkeys(Numbers._fields[STRIDES], 0)
 
 
 class Int8Plan(ForwardPlan):
@@ -100,13 +99,13 @@ class Int8Plan(ForwardPlan):
             first_count=problem.first_keys if first_rows else 0,
             workers=1,
             stream=stream_of(problem, isa),
-            **(NO_STRIDES | places),
+            **places,
         )
         self.options = semantics(self.problem, False, None)
         self.numbers = np.array((*numbers, *option_numbers(self.options)), np.int64)
         size = self.operand.itemsize
-        steps = [step for x in self.shapes() for step in strides_of(x, size)]
-        self.numbers[STRIDES] = *steps, *strides_of((nb, nh, length, dv), F().itemsize)
+        result = (nb, nh, length, dv), F().itemsize
+        self.strides = contiguous_strides(*((x, size) for x in self.shapes()), result)
         self.set_arrays()
         unit = score_unit(problem.scale, problem.softcap)
         self.factors = np.array((unit, self.options.softcap), np.float64)
@@ -141,12 +140,15 @@ class Int8Plan(ForwardPlan):
         return q, k, v
 
     def run_at(
-        self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
+        self,
+        places: Sequence[int],
+        with_lse: bool = True,
+        strides: np.ndarray | None = None,
     ) -> None:
         """As of `ForwardPlan`."""
-        numbers = self.with_strides(strides, STRIDES)
         *operands, out, lse = places
-        self._run(tuple(operands), numbers, out, lse if with_lse else 0)
+        strides = self.strides if strides is None else strides
+        self._run(tuple(operands), strides, out, lse if with_lse else 0)
 
     def run_ready(
         self,
@@ -169,15 +171,17 @@ class Int8Plan(ForwardPlan):
         )
         tensors = query, key, value
         at = (q, q_scale, k, k_scale, k_low_at, v, v_scale, v_low_at)  # in the order of `Ready`
-        self._run(at, self.numbers, out_at, 0 if lse is None else lse_at, tensors)
+        self._run(at, self.strides, out_at, 0 if lse is None else lse_at, tensors)
 
     def _run(
-        self, operands: tuple[int, ...], numbers: np.ndarray, out: int, lse: int, ready: Any = None
+        self, operands: tuple[int, ...], strides: np.ndarray, out: int, lse: int, ready: Any = None
     ) -> None:
         with scratch.take(self.layout.nbytes) as room:
-            numbers = placed(numbers, PLACES, self.layout, room)
-            if restoring_threads(self.call, operands, out, room.address, numbers, self.factors):
-                self._run_general(operands, numbers, out, lse, ready)
+            numbers = placed(self.numbers, PLACES, self.layout, room)
+            if restoring_threads(
+                self.call, operands, out, room.address, numbers, strides, self.factors
+            ):
+                self._run_general(operands, strides, out, lse, ready)
             elif lse:
                 self._write_lse(room.address, numbers, lse, ready)
 
@@ -201,10 +205,10 @@ class Int8Plan(ForwardPlan):
         at_address(lse, rows, "=f4")[...] = log_sum_exp(m, l, shift, one)
 
     def _run_general(
-        self, operands: Sequence[int], numbers: np.ndarray, out: int, lse: int, ready: Any
+        self, operands: Sequence[int], strides: np.ndarray, out: int, lse: int, ready: Any
     ) -> None:
         nb, nh, _, length, _, _, dv = self.shape
-        *steps, of_out = map(tuple, numbers[STRIDES].reshape(4, 3).tolist())
+        *steps, of_out = map(tuple, strides.reshape(4, 3).tolist())
         if ready is None:
             given = zip(operands, self.shapes(), steps, strict=True)
             ready = (in_place(at, shape, self.operand.str, step) for at, shape, step in given)

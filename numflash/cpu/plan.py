@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,12 +59,14 @@ class ForwardPlan(KernelPlan):
     ----------
     arrays : semantics.KernelArrays
         Masks, lengths and slopes, whose addresses are among the numbers.
+    strides : of q, k, v and out where these are contiguous
     takes : "float32", "bfloat16" or None
         The dtype of arrays, or tensors, that `run_at` takes as they are.
     contiguous_values : V is read where it is, and has to be contiguous
     """
 
     arrays: KernelArrays
+    strides: np.ndarray
     takes: str | None
     contiguous_values: bool
 
@@ -79,35 +82,29 @@ class ForwardPlan(KernelPlan):
         self.run_at(places, lse is not None, strides)
 
     def run_at(
-        self, places: tuple[int, ...], with_lse: bool = True, strides: tuple[int, ...] = ()
+        self,
+        places: Sequence[int],
+        with_lse: bool = True,
+        strides: np.ndarray | None = None,
     ) -> None:
         """The same for addresses of q, k, v, out and lse.
 
-        strides : bytes from one batch entry, head and row of q, k, v and out to the next; of contiguous
-            arrays unless given
+        strides : of q, k, v and out, as `strided_at` takes them; None where all are contiguous
         """
         raise NotImplementedError
-
-    def with_strides(self, strides: tuple[int, ...], at: slice) -> np.ndarray:
-        """The numbers for arrays of these strides, which stand `at` a place of theirs."""
-        if not strides:
-            return self.numbers
-        numbers = self.numbers.copy()
-        numbers[at] = strides
-        return numbers
 
 
 def places_of(
     arrays: tuple[np.ndarray, ...], last: np.ndarray
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Addresses of four (B, H, L, D) arrays whose rows are contiguous and of `last`, and the bytes from
-    one batch entry, head and row of the four to the next; none where all are contiguous.
+) -> tuple[Sequence[int], np.ndarray | None]:
+    """Addresses of four (B, H, L, D) arrays whose rows are contiguous and of `last`, and the strides of
+    the four, as `strided_at` takes them; None where all are contiguous.
     """
     if all(x.flags.c_contiguous for x in arrays):
-        return addresses(*arrays, last), ()
-    strides = tuple(step for x in arrays for step in x.strides[:3])
+        return addresses(*arrays, last), None
+    strides = np.array([step for x in arrays for step in x.strides[:3]], np.int64)
     # the compiled function takes contiguous arrays only, and a fifth of NumPy's time
     turned = [x if x.flags.c_contiguous else x.swapaxes(1, 2) for x in arrays]
     if all(x.flags.c_contiguous for x in turned):
         return addresses(*turned, last), strides
-    return tuple(x.ctypes.data for x in (*arrays, last)), strides
+    return [x.ctypes.data for x in (*arrays, last)], strides

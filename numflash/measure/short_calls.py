@@ -56,13 +56,14 @@ def _compiled(arrays: list[np.ndarray], precision: str) -> Callable[[], Any] | N
     if precision == "int8":
         places = tuple(at)
         return lambda: (
-            plan.call(places, out_at, room.address, plan.numbers, plan.factors),
+            plan.call(places, out_at, room.address, plan.numbers, plan.strides, plan.factors),
             out,
             room,
         )
     lse = np.empty(q.shape[:3], np.float32)
-    lse_at, numbers, factors = lse.ctypes.data, plan.numbers, plan.factors
-    return lambda: (plan.call(*at, out_at, lse_at, room.address, numbers, factors), out, lse)
+    more = plan.numbers, plan.strides, plan.factors
+    lse_at = lse.ctypes.data
+    return lambda: (plan.call(*at, out_at, lse_at, room.address, *more), out, lse)
 
 
 def calls(shape: tuple[int, ...]) -> Calls:

@@ -128,7 +128,7 @@ def run(
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if with_lse else None
     places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
     of_lse = 0 if lse is None else lse.data_ptr()
-    steps = () if whole else strides(query, key, value, out)
+    steps = None if whole else strides(query, key, value, out)
     with pytorch_threads(), one_at_a_time():
         runner.run_at((*places, of_lse), with_lse, steps)
     if sinks is not None and lse is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,7 +156,7 @@ def _by_runner(
     ]
     rows = *operands, *written
     whole = all(map(Tensor.is_contiguous, rows))
-    steps = None if whole else np.array(strides(*rows), np.int64)
+    steps = None if whole else strides(*rows)
     places = [
         0 if x is None else x.data_ptr() for x in (*operands, lse, grad_lse, *written, scores)
     ]

@@ -53,13 +53,13 @@ def in_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.contiguous() if column != 1 or split else x
 
 
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Bytes from one batch entry, head and row of tensors to the next."""
+def strides(*tensors: Tensor) -> np.ndarray:
+    """Bytes from one batch entry, head and row of tensors to the next, of one tensor after the other."""
     found: list[int] = []
     for x in tensors:
         (batch, head, row, _), size = x.stride(), x.element_size()
         found += batch * size, head * size, row * size
-    return tuple(found)
+    return np.array(found, np.int64)
 
 
 def result_like(query: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -69,7 +69,9 @@ def result_like(query: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """
     b, h, length, _ = query.shape
     shape = b, h, length, columns
-    if query.is_cpu and query.stride(1) < query.stride(2):  # a view would refuse to be changed in place
+    if query.is_cpu and query.stride(1) < query.stride(
+        2
+    ):  # a view would refuse to be changed in place
         steps = length * h * columns, columns, h * columns, 1
         return query.new_empty_strided(shape, steps, dtype=dtype)
     return query.new_empty(shape, dtype=dtype)

@@ -17,7 +17,7 @@ from ...jit.compiler import inline, kernel
 from ...jit.memory import array_at, unpacked
 from ...jit.parallel import limit_threads, use_threads
 from ..floats.float_isas import FLOAT_ISAS
-from ..isa.strided import Strided
+from ..isa.strided import Strided, strided_at
 from ..semantics import OPTION_NUMBERS, OptionNumbers, functions_at
 from .flash_backward import make_backward
 from .held import CHUNK, Found, Given
@@ -74,35 +74,6 @@ class Numbers(NamedTuple):
     copies_dv: int
 
 
-class Strides(NamedTuple):
-    """Bytes from one batch entry, head and row to the next: of operands and results, in one int64 array."""
-
-    q_batch: int
-    q_head: int
-    q_row: int
-    k_batch: int
-    k_head: int
-    k_row: int
-    v_batch: int
-    v_head: int
-    v_row: int
-    do_batch: int
-    do_head: int
-    do_row: int
-    out_batch: int
-    out_head: int
-    out_row: int
-    dq_batch: int
-    dq_head: int
-    dq_row: int
-    dk_batch: int
-    dk_head: int
-    dk_row: int
-    dv_batch: int
-    dv_head: int
-    dv_row: int
-
-
 class RealNumbers(NamedTuple):
     """What it reads from one float64 array: `Factors`, the scale of `held.Given`, softcap * log2(e)."""
 
@@ -114,7 +85,6 @@ class RealNumbers(NamedTuple):
 
 
 NUMBERS = len(Numbers._fields)
-STRIDES = len(Strides._fields)
 REALS = len(RealNumbers._fields)
 PLACES = slice(Numbers._fields.index("skip"), NUMBERS)
 
@@ -162,7 +132,8 @@ def make_call(isa: str) -> Callable[..., bool]:
         which are contiguous, all float32
     dq, dk, dv, scores, room : of the results, shaped like q, k and v, and contiguous (B, H, L, S) zeros
         or 0, float32 as well; of scratch memory
-    numbers, strides, reals : `Numbers` and `OptionNumbers`, `Strides`, `RealNumbers`
+    numbers, reals : `Numbers` and `OptionNumbers`;  `RealNumbers`
+    strides : of q, k, v, do, out, dq, dk and dv, as `strided_at` takes them
     """
     tiles = FLOAT_ISAS[isa]
     narrow = tiles.group == 2  # the operands of products are bfloat16
@@ -214,14 +185,13 @@ def make_call(isa: str) -> Callable[..., bool]:
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = RealNumbers(*unpacked(reals, REALS))
-        s = Strides(*unpacked(strides, STRIDES))
         n, d, width = p.batch * p.heads, p.head_dim, p.value_dim
         given = Given(
-            Strided(q, s.q_batch, s.q_head, s.q_row, p.heads, p.length, d),
-            Strided(k, s.k_batch, s.k_head, s.k_row, p.kv_heads, p.keys, d),
-            Strided(v, s.v_batch, s.v_head, s.v_row, p.kv_heads, p.keys, width),
-            Strided(do, s.do_batch, s.do_head, s.do_row, p.heads, p.length, width),
-            Strided(out, s.out_batch, s.out_head, s.out_row, p.heads, p.length, width),
+            strided_at(strides, 0, q, p.heads, p.length, d),
+            strided_at(strides, 1, k, p.kv_heads, p.keys, d),
+            strided_at(strides, 2, v, p.kv_heads, p.keys, width),
+            strided_at(strides, 3, do, p.heads, p.length, width),
+            strided_at(strides, 4, out, p.heads, p.length, width),
             array_at(lse, (n, p.length), np.float32),
             array_at(grad_lse, (n if grad_lse != 0 else 0, p.length), np.float32),
             array_at(o.key_lengths, (p.batch,), np.int64),
@@ -229,9 +199,9 @@ def make_call(isa: str) -> Callable[..., bool]:
             p.bounds != 0,
         )
         results = Gradients(
-            Strided(dq, s.dq_batch, s.dq_head, s.dq_row, p.heads, p.length, d),
-            Strided(dk, s.dk_batch, s.dk_head, s.dk_row, p.kv_heads, p.keys, d),
-            Strided(dv, s.dv_batch, s.dv_head, s.dv_row, p.kv_heads, p.keys, width),
+            strided_at(strides, 5, dq, p.heads, p.length, d),
+            strided_at(strides, 6, dk, p.kv_heads, p.keys, d),
+            strided_at(strides, 7, dv, p.kv_heads, p.keys, width),
             array_at(scores, (n if scores != 0 else 0, p.length, p.keys), np.float32),
         )
         sums = results

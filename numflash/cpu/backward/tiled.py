@@ -15,7 +15,7 @@ from ...tiling import PlanCache
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import padded
-from ..isa.strided import strides_of
+from ..isa.strided import contiguous_strides
 from ..plan import KernelPlan
 from ..problem_arrays import at_address
 from ..semantics import OPTION_NUMBERS, Semantics, option_numbers
@@ -76,8 +76,8 @@ class GradientPlan(KernelPlan):
         reals = factor, scale, of_keys, largest_scale(problem), cap
         self.reals = np.array(reals, np.float64)
         operands = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
-        shapes = *operands, *[(nb, nh, length, dv)] * 2, *operands  # in the order of `Strides`
-        self.strides = np.array([strides_of(x, 4) for x in shapes], np.int64).ravel()
+        shapes = *operands, *[(nb, nh, length, dv)] * 2, *operands  # in the order of `make_call`
+        self.strides = contiguous_strides(*((x, F().itemsize) for x in shapes))
         self.call = make_call(isa)
 
     def set_arrays(self) -> None:
@@ -92,7 +92,7 @@ class GradientPlan(KernelPlan):
 
         operands : addresses of q, k, v, do, out, lse, grad_lse, dq, dk, dv and scores, as `call.make_call`
             takes them
-        strides : `call.Strides`; None where all are contiguous
+        strides : as `call.make_call` takes them; None where all are contiguous
 
         Returns
         -------

@@ -18,7 +18,7 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.memory import array_at, reinterpret, unpacked
 from ...jit.parallel import limit_threads, use_threads
-from ..isa.strided import Strided
+from ..isa.strided import strided_at
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
 from .float_isas import FLOAT_ISAS
@@ -44,18 +44,6 @@ class Numbers(NamedTuple):
     columns: int  # of a row of packed V
     block_q: int  # at most
     parts: int  # of the keys where rows are few (`few_rows`), 0 where keys are packed
-    q_batch: int  # from here on bytes from one batch, head and row to the next
-    q_head: int
-    q_row: int
-    k_batch: int
-    k_head: int
-    k_row: int
-    v_batch: int
-    v_head: int
-    v_row: int
-    out_batch: int
-    out_head: int
-    out_row: int
     packed_keys: int  # from here on bytes from the start of scratch memory
     magnitudes: int
     limits: int
@@ -80,7 +68,6 @@ class Factors(NamedTuple):
 
 REDO = Numbers._fields.index("redo")
 LSE = Numbers._fields.index("lse")
-STRIDES = slice(Numbers._fields.index("q_batch"), Numbers._fields.index("packed_keys"))
 PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("panels"))
 NUMBERS = len(Numbers._fields)
 FACTORS = len(Factors._fields)
@@ -93,13 +80,13 @@ def addresses(q, k, v, out, lse):
 
 
 @bare
-def in_place(p, q_at, k_at, v_at, out_at, width):
-    """Q, K and V, whose rows K has `width` numbers in, and the result, where they are."""
+def operands_at(p, strides, q_at, k_at, v_at, out_at, width):
+    """Q, K, whose rows have `width` numbers, V and the result, where they are."""
     return (
-        Strided(q_at, p.q_batch, p.q_head, p.q_row, p.heads, p.length, p.head_dim),
-        Strided(k_at, p.k_batch, p.k_head, p.k_row, p.kv_heads, p.keys, width),
-        Strided(v_at, p.v_batch, p.v_head, p.v_row, p.kv_heads, p.keys, p.value_dim),
-        Strided(out_at, p.out_batch, p.out_head, p.out_row, p.heads, p.length, p.value_dim),
+        strided_at(strides, 0, q_at, p.heads, p.length, p.head_dim),
+        strided_at(strides, 1, k_at, p.kv_heads, p.keys, width),
+        strided_at(strides, 2, v_at, p.kv_heads, p.keys, p.value_dim),
+        strided_at(strides, 3, out_at, p.heads, p.length, p.value_dim),
     )
 
 
@@ -119,12 +106,13 @@ def rows_per_task(block_q, mr, n, length, workers):
 
 @functools.cache
 def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable[..., bool]:
-    """call(q, k, v, out, lse, room, numbers, factors) -> whether a row is to be done again in
-    float64.
+    """call(q, k, v, out, lse, room, numbers, strides, factors) -> whether a row is to be done again
+    in float64.
 
     q, k, v, out, lse, room : addresses of q (B, H, L, D), k (B, Hkv, S, whole words) and v (B, Hkv,
         S, Dv), operands whose rows are contiguous;
         of out (B, H, L, Dv) and lse (B, H, L) float32; of scratch memory
+    strides : of q, k, v and out, as `strided_at` takes them
     packed : V is packed, not read where it is: there it has to be contiguous
     key_block : keys of a block, 0 for the tiling's
     """
@@ -138,7 +126,7 @@ def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable
     pack_values = pack_columns if group == 1 else pack_pairs
 
     @kernel
-    def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, factors):
+    def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, strides, factors):
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*unpacked(factors, FACTORS))
@@ -149,7 +137,7 @@ def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable
         counter[0] = 0
         counter[1] = 0
         stops = array_at(p.stops, (p.batch,), np.int64)
-        q, k, v, out = in_place(p, q_at, k_at, v_at, out_at, p.words)
+        q, k, v, out = operands_at(p, strides, q_at, k_at, v_at, out_at, p.words)
         keys = array_at(room + p.packed_keys, (n_kv, p.panels * panel * p.words), np.uint32)
         magnitudes = array_at(room + p.magnitudes, (n_kv, p.panels), np.uint32)
         pack_keys(k, stops, keys.reshape(keys.size), magnitudes)

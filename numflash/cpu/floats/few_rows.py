@@ -39,7 +39,7 @@ from ..isa.vectors import (
 )
 from ..semantics import OPTION_NUMBERS, OptionNumbers, Semantics, seen_range, semantics_at
 from . import float_rows
-from .call import FACTORS, NUMBERS, Factors, Numbers, in_place
+from .call import FACTORS, NUMBERS, Factors, Numbers, operands_at
 from .flash_rows import LARGEST, LOWEST, option_changes, row_functions
 from .float_isas import FLOAT_ISAS
 
@@ -321,7 +321,7 @@ def make_work(name: str, kind: str):
 
 @functools.cache
 def make_few_call(name: str, kind: str):
-    """`call.make_call` for few rows: call(q, k, v, out, lse, room, numbers, factors).
+    """`call.make_call` for few rows: call(q, k, v, out, lse, room, numbers, strides, factors).
 
     kind : "float32" or "bfloat16", of q, k and v
     """
@@ -361,7 +361,7 @@ def make_few_call(name: str, kind: str):
         return max(lse, -LARGEST), redo or not lse > LOWEST
 
     @kernel
-    def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, factors):
+    def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, strides, factors):
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*unpacked(factors, FACTORS))
@@ -370,7 +370,7 @@ def make_few_call(name: str, kind: str):
         heads, rows = p.batch * p.kv_heads, p.heads // p.kv_heads * p.length
         states = room + p.states
         sums = heads * p.parts * rows
-        q, k, v, out = in_place(p, q_at, k_at, v_at, out_at, p.head_dim)
+        q, k, v, out = operands_at(p, strides, q_at, k_at, v_at, out_at, p.head_dim)
         few = Few(
             q,
             k,

@@ -21,7 +21,7 @@ from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
-from ..isa.strided import Strided
+from ..isa.strided import strided_at
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .arguments import Operands, Results, Sizes
 from .first_keys import FirstKeys
@@ -51,18 +51,6 @@ class Numbers(NamedTuple):
     first_count: int  # keys that are the first of their sequence
     workers: int  # at most
     stream: int  # address of the AMX stream, or 0
-    q_batch: int  # from here on bytes from one batch, head and row to the next: of float operands
-    q_head: int
-    q_row: int
-    k_batch: int
-    k_head: int
-    k_row: int
-    v_batch: int
-    v_head: int
-    v_row: int
-    out_batch: int  # and of the result
-    out_head: int
-    out_row: int
     q: int  # from here on bytes from the start of scratch memory
     q_scale: int
     scores_scale: int
@@ -101,7 +89,6 @@ class Factors(NamedTuple):
     softcap: float
 
 
-STRIDES = slice(Numbers._fields.index("q_batch"), Numbers._fields.index("q"))
 PLACES = slice(Numbers._fields.index("q"), len(Numbers._fields))
 NUMBERS = len(Numbers._fields)
 FACTORS = len(Factors._fields)
@@ -157,11 +144,11 @@ def operands_at(isa_name: str, pv: str):
 
 @functools.cache
 def attend_packed(isa_name: str, pv: str, *rows: int):
-    """f(p, o, f, most, operands, out, room): attention of packed operands."""
+    """f(p, o, f, most, operands, out, strides, room): attention of packed operands."""
     attend = make_attend(isa_name, pv, *rows)
 
     @inline
-    def run(p, o, f, most, operands, out, room):
+    def run(p, o, f, most, operands, out, strides, room):
         n = p.batch * p.heads
         counter = array_at(room + p.counter, (1,), np.int64)
         counter[0] = 0
@@ -171,7 +158,7 @@ def attend_packed(isa_name: str, pv: str, *rows: int):
             Sizes(p.heads, p.kv_heads, p.keys, min(p.workers, threads_now()), p.stream),
             counter,
             Results(
-                Strided(out, p.out_batch, p.out_head, p.out_row, p.heads, p.length, p.value_dim),
+                strided_at(strides, 3, out, p.heads, p.length, p.value_dim),
                 array_at(room + p.m, (n, p.length), np.int32),
                 array_at(room + p.l, (n, p.length), np.float32),
             ),
@@ -182,13 +169,14 @@ def attend_packed(isa_name: str, pv: str, *rows: int):
 
 @functools.cache
 def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[..., bool]:
-    """call(at, out, room, numbers, factors) -> whether the operands need `general_int8`; then nothing
+    """call(at, out, room, numbers, strides, factors) -> whether the operands need `general_int8`; then nothing
     was written.
 
     at : the addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows of contiguous
         `kind`
     out, room : addresses of out (B, H, L, Dv) float32 and of scratch memory
     numbers : int64, the fields of `Numbers` and of `OptionNumbers`;  factors : float64, of `Factors`
+    strides : of q, k, v and out, as `strided_at` takes them
     kind : "float32" or "bfloat16"
     rows : of a query tile, where these are not the tiling's
     """
@@ -211,7 +199,7 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
         )
 
     @kernel
-    def call(at, out, room, numbers, factors):
+    def call(at, out, room, numbers, strides, factors):
         q_at, k_at, v_at = at
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
@@ -219,9 +207,9 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
         threads = limit_threads(p.workers)
         to = operands(p, room)
         source = Source(
-            Strided(q_at, p.q_batch, p.q_head, p.q_row, p.heads, p.length, p.head_dim),
-            Strided(k_at, p.k_batch, p.k_head, p.k_row, p.kv_heads, p.keys, p.head_dim),
-            Strided(v_at, p.v_batch, p.v_head, p.v_row, p.kv_heads, p.keys, p.value_dim),
+            strided_at(strides, 0, q_at, p.heads, p.length, p.head_dim),
+            strided_at(strides, 1, k_at, p.kv_heads, p.keys, p.head_dim),
+            strided_at(strides, 2, v_at, p.kv_heads, p.keys, p.value_dim),
             array_at(o.key_lengths, (p.batch,), np.int64),
             p.smooth != 0,
             F(f.unit),
@@ -231,7 +219,7 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
         if not general:
             most = most_score(f.unit, np.float64(q_scale), np.float64(k_scale), p.head_dim)
             x = Operands(to.q, to.cq, to.keys, to.values, to.first, to.v_scale)
-            attend(p, o, f, most, x, out, room)
+            attend(p, o, f, most, x, out, strides, room)
         if p.workers < threads:
             use_threads(threads)
         return general
@@ -241,7 +229,7 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
 
 @functools.cache
 def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
-    """call(ready: the addresses of `Ready`, out, room, numbers, factors) -> as the float call.
+    """call(ready: the addresses of `Ready`, out, room, numbers, strides, factors) -> as the float call.
 
     Contiguous q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv) int8 with scales (B, H, L),
     (B, Hkv, S) and (B, Hkv, Dv) float32, all finite.
@@ -289,7 +277,7 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
         pack_values(array_at(v_at, (n, p.keys, p.value_dim), np.int8), values, p.columns)
 
     @kernel
-    def call(ready, out, room, numbers, factors):
+    def call(ready, out, room, numbers, strides, factors):
         at = Ready(*ready)
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
@@ -313,7 +301,7 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
         most = most_score(f.unit, top_q, top_k, p.head_dim)
         q = array_at(at.q, (n, p.length, p.head_dim), np.int8)
         v_scale = array_at(at.v_scale, (n_kv, p.value_dim), np.float32)
-        attend(p, o, f, most, Operands(q, cq, keys, values, first, v_scale), out, room)
+        attend(p, o, f, most, Operands(q, cq, keys, values, first, v_scale), out, strides, room)
         if p.workers < threads:
             use_threads(threads)
         return False

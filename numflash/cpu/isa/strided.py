@@ -26,6 +26,12 @@ class Strided(NamedTuple):
 
 
 @own
+def strided_at(strides, n, start, heads, length, d):
+    """Array number n of a call, whose arrays' strides, three of each, are one array."""
+    return Strided(start, strides[3 * n], strides[3 * n + 1], strides[3 * n + 2], heads, length, d)
+
+
+@own
 def row_at(x, n, i):
     """Address of row i of head n, heads of all batches counted through."""
     return x.start + n // x.heads * x.batch + n % x.heads * x.head + i * x.row
@@ -36,11 +42,13 @@ def strided(x: np.ndarray) -> Strided:
     return Strided(x.ctypes.data, *x.strides[:3], *x.shape[1:])
 
 
-def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
-    """Bytes from one batch entry, head and row of a contiguous array to the next."""
-    _, heads, rows, columns = shape
-    row = columns * itemsize
-    return heads * rows * row, rows * row, row
+def contiguous_strides(*arrays: tuple[tuple[int, ...], int]) -> np.ndarray:
+    """What `strided_at` takes of contiguous arrays, each by its shape and the bytes of an element."""
+    found: list[int] = []
+    for (_, heads, rows, columns), size in arrays:
+        row = columns * size
+        found += heads * rows * row, rows * row, row
+    return np.array(found, np.int64)
 
 
 def rows_of(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
