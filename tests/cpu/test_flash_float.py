@@ -274,6 +274,14 @@ def test_strides_of_every_kind():
         assert np.array_equal(launch_float.run(make(change(q), change(k), change(v)))[0], want)
 
 
+def test_bfloat16_rows_that_begin_within_words():
+    """Packing reads two numbers at a time: such rows are copied before."""
+    bits = [convert(x, "bfloat16") for x in qkv(b=1, h=2, l=50, s=60, d=40)]
+    split = [np.pad(x, ((0, 0), (0, 0), (0, 0), (1, 0)))[..., 1:] for x in bits]
+    (want, _), (got, _) = (launch_float.run(make(*x, "bfloat16")) for x in (bits, split))
+    assert split[1].strides[2] % 4 and np.array_equal(got, want)
+
+
 def test_an_instruction_set_is_refused_by_name():
     with pytest.raises(ArgumentError, match=r"isa.*mmx"):
         launch_float.run(make(*qkv()), "mmx")
