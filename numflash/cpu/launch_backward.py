@@ -6,7 +6,6 @@ Packing, options as arrays, and the rows that float32 cannot hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numba
 import numpy as np
@@ -18,6 +17,7 @@ from ..jit.threads import count, limit, one_at_a_time
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import workers
 from ..validation import LARGEST_LSE, Problem
+from ..validation.options import OptionArrays
 from .backward import backward_rows, tiled
 from .backward.held import Given, found_of
 from .floats.call import addresses
@@ -94,7 +94,7 @@ class GradientRunner:
         self,
         places: Sequence[int],
         strides: np.ndarray | None,
-        fields: dict[str, Any] | None,
+        options: tuple[OptionArrays, str, tuple[int, int, int, int]] | None,
     ) -> bool:
         """Write the gradients of query, key and value; False where some rows have to be computed again
         in float64, by `run`.
@@ -102,15 +102,16 @@ class GradientRunner:
         places : addresses of query, key, value, grad_out, out, lse and its gradient or 0, of the results,
             and of zeros for the gradients of the scores, or 0; float32
         strides : as `backward.call.make_call` takes them, or None where all are contiguous
-        fields : masks, lengths, slopes and sinks as of `validation.described`, if they are not the first
-            problem's
+        options : masks, lengths, slopes and sinks, the alignment and (B, H, L, S), as `for_arrays` takes
+            them, if there are any
         """
         threads = min(count(), self.most)
         plan = self.plans.get(threads)
         if plan is None:
             plan = self.plans[threads] = tiled.plan_of(self.problem, self.isa, threads)
-        if fields is not None:
-            plan = plan.with_options(fields)
+        if options is not None:
+            plan, _ = plan.for_arrays(*options)
+            assert plan is not None  # all keys have a place in its memory
         left = plan.run(places, strides)
         if left is None:
             return True

@@ -90,7 +90,7 @@ class FloatPlan(ForwardPlan):
     ----------
     problem : Problem
         Its query, key and value count by their shapes; its masks, lengths and slopes are the plan's
-        own, `for_options` makes that of others.
+        own, `for_arrays` makes that of others.
     isa : str
         An instruction set with register tiles.
 
@@ -100,6 +100,7 @@ class FloatPlan(ForwardPlan):
     """
 
     def __init__(self, problem: Problem, isa: str) -> None:
+        super().__init__()
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
         self.problem = problem.without_memory()
         self.isa, self.kind = isa, operand_kind(isa)
@@ -180,10 +181,7 @@ class FloatPlan(ForwardPlan):
         )
 
     def for_options(self, fields: dict[str, Any]) -> FloatPlan | None:
-        """The plan of a problem whose `fields`, as of `validation.described`, are others.
-
-        None if it needs more scratch memory: more keys are seen.
-        """
+        """As of `KernelPlan`: more memory is needed where more keys are seen."""
         plan = self.with_options(fields)
         fits = self.parts or plan.packed <= self.packed  # both sizes grow with the keys
         return plan if fits else None

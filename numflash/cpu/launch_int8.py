@@ -44,7 +44,7 @@ class Int8Plan(ForwardPlan):
     ----------
     problem : Problem
         Its query, key and value count by their shapes and dtypes; its masks, lengths and slopes are
-        the plan's own, `for_options` makes that of others.
+        the plan's own, `for_arrays` makes that of others.
     isa : str
         An instruction set with register tiles.
 
@@ -53,6 +53,7 @@ class Int8Plan(ForwardPlan):
     contiguous_values = False
 
     def __init__(self, problem: Problem, isa: str) -> None:
+        super().__init__()
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
         self.isa = isa
         isa, rows = chosen(isa)
@@ -122,10 +123,6 @@ class Int8Plan(ForwardPlan):
         seen = max(seen_keys(self.problem).tolist(), default=0)
         self.numbers[WORKERS] = workers("int8", nb * nh * length * seen * (d + dv))
         self.numbers[OF_ARRAYS] = array_numbers(self.arrays)
-
-    def for_options(self, fields: dict[str, Any]) -> Int8Plan:
-        """The plan of a problem whose `fields`, as of `validation.described`, are others."""
-        return self.with_options(fields)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of query, key and value."""

@@ -7,12 +7,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..interop.arrays import address
 from ..jit.scratch import Layout
-from ..validation import Problem
+from ..validation import Problem, described
+from ..validation.options import OptionArrays
+from .array_places import lend_mask, place_of
 from .floats.call import addresses
 from .semantics import KernelArrays
 
 Own = TypeVar("Own", bound="KernelPlan")
+MOST_OTHERS = 4  # plans of masks, lengths and slopes that a plan keeps
 
 
 class KernelPlan:
@@ -31,15 +35,55 @@ class KernelPlan:
     layout : of scratch memory
     first : the plan that this one is a copy of, or None
         Addresses that the copy did not write anew are those of arrays of `first`, which it keeps alive.
+    others : plans of the last masks, lengths and slopes, and their sinks, by alignment and `place_of`
+    masks_in_place : whether kernels read masks where they are
     """
 
     problem: Problem
     numbers: np.ndarray
     layout: Layout
     first: KernelPlan | None = None
+    masks_in_place = False
+
+    def __init__(self) -> None:
+        self.others: dict[Any, Any] = {}
+
+    def for_arrays(
+        self: Own, arrays: OptionArrays, alignment: str, shape: tuple[int, int, int, int]
+    ) -> tuple[Own | None, np.ndarray | None]:
+        """The plan for these masks, lengths and slopes, and the sinks, which no plan reads; shape is
+        (B, H, L, S). No plan where it needs more scratch memory than this one.
+
+        The layers of a model have one mask: where it lies where an earlier one did, and kernels read it
+        there, that one's plan serves again. Nothing that a mask holds is in a plan.
+        """
+        may_know = arrays.attn_mask is None or self.masks_in_place
+        place = place_of(arrays) if may_know else None
+        found: tuple[Own, np.ndarray | None] | None = self.others.get((alignment, place))
+        if found is not None:
+            return found
+        fields = described(arrays, alignment, shape)
+        at = place[0][0] if place and place[0] else 0
+        in_place = place is not None and (not at or lend_mask(fields, at))
+        plan = self.for_options(fields)
+        if in_place and plan is not None and plan.mask_at() == at:
+            if len(self.others) >= MOST_OTHERS:
+                self.others.clear()
+            self.others[alignment, place] = plan, fields["sinks"]
+        return plan, fields["sinks"]
+
+    def mask_at(self) -> int:
+        """Where kernels read the mask; 0 for none."""
+        return 0
+
+    def for_options(self: Own, fields: dict[str, Any]) -> Own | None:
+        """The plan of a problem whose `fields`, as of `validation.described`, are others; None where it
+        needs more scratch memory.
+        """
+        return self.with_options(fields)
 
     def with_options(self: Own, fields: dict[str, Any]) -> Own:
-        """The plan of a problem whose `fields`, as of `validation.described`, are others."""
+        """The same, whatever memory it needs."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.problem, copy.numbers = self.problem.changed(**fields), self.numbers.copy()
@@ -69,6 +113,12 @@ class ForwardPlan(KernelPlan):
     strides: np.ndarray
     takes: str | None
     contiguous_values: bool
+    masks_in_place = True
+
+    def mask_at(self) -> int:
+        """As of `KernelPlan`; where the rows of a mask are not contiguous, that is a copy."""
+        mask, bias = self.arrays.mask, self.arrays.bias
+        return address(mask if mask.size else bias)
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None

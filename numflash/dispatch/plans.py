@@ -20,7 +20,7 @@ from ..interop.arrays import Imported, address, convert, deliver, memory_of, res
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
 from ..numerics.quantization import GRANULARITIES
-from ..validation import Problem, are_neighbours, described, gathered, quantized, scattered, tensor
+from ..validation import Problem, are_neighbours, gathered, quantized, scattered, tensor
 from ..validation.options import OptionArrays, Options
 from .call_keys import BY_VALUE
 
@@ -38,20 +38,6 @@ def shaped(arrays: Sequence[np.ndarray], layout: str, precision: str) -> Sequenc
         named = zip(("query", "key", "value"), arrays, strict=True)
         arrays = [tensor(name, x, layout) for name, x in named]
     return arrays if precision == "int8" else [convert(x, precision) for x in arrays]
-
-
-def runner_for(
-    runner: Any, arrays: OptionArrays, alignment: str, shape: tuple[int, int, int, int]
-) -> tuple[Any, np.ndarray | None]:
-    """The runner of a call equal to that of `runner`, for these masks, lengths and slopes, and the
-    sinks; shape is (B, H, L, S).
-
-    No runner where it would take more memory than that of the first call.
-    """
-    fields = described(arrays, alignment, shape)
-    if arrays.attn_mask is arrays.key_lengths is arrays.alibi_slopes is None:
-        return runner, fields["sinks"]  # which no runner reads
-    return runner.for_options(fields), fields["sinks"]
 
 
 class OneProblem:
@@ -72,8 +58,11 @@ class OneProblem:
         self.by_token = options.layout == "blhd"
 
     def with_arrays(self, arrays: OptionArrays) -> tuple[Any, np.ndarray | None]:
-        """The runner for these masks, lengths and slopes, and the sinks, as of `runner_for`."""
-        return runner_for(self.runner, arrays, self.alignment, self.grid)
+        """The runner for these masks, lengths and slopes, and the sinks, as of `KernelPlan.for_arrays`."""
+        found: tuple[Any, np.ndarray | None] = self.runner.for_arrays(
+            arrays, self.alignment, self.grid
+        )
+        return found
 
     def results(
         self, run: Any, operands: tuple[Any, Any, Any], sinks: np.ndarray | None
@@ -172,9 +161,9 @@ class GradientPlan:
         in the order of `OptionArrays`; None where float32 does not hold all rows.
         """
         refuse_after_fork()
-        fields = None
+        options = None
         if not self.plain:
-            fields = described(OptionArrays._make(arrays), self.alignment, self.grid)
+            options = OptionArrays._make(arrays), self.alignment, self.grid
         grad_out, query, key, value, out, lse = (to_float32(x) for x in given[:6])
         grad_lse = None if given[6] is None else to_float32(given[6])
         results = np.empty(query.shape, F), np.empty(key.shape, F), np.empty(value.shape, F)
@@ -183,7 +172,7 @@ class GradientPlan:
             for x in (query, key, value, grad_out, out, lse, grad_lse, *results, None)
         ]
         with one_at_a_time():
-            return results if self.runner.run_at(places, None, fields) else None
+            return results if self.runner.run_at(places, None, options) else None
 
 
 class QuantizedPlan(OneProblem):

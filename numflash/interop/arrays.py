@@ -127,6 +127,27 @@ def writable(x: np.ndarray) -> np.ndarray:
     )
 
 
+def lent(x: np.ndarray) -> np.ndarray:
+    """The same memory, which this array does not keep alive."""
+    return np.asarray(ArrayInterface(x.ctypes.data, x.shape, x.strides, x.dtype.str))
+
+
+def location(x: Any) -> tuple[int, Any, Any, Any] | None:
+    """Address, shape, strides and dtype of an array's numbers.
+
+    None for what is neither a NumPy array nor a dense tensor on the CPU without a gradient, and for
+    arrays without memory.
+    """
+    if type(x) is np.ndarray:
+        return (x.ctypes.data, x.shape, x.strides, x.dtype) if x.size else None
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) is not torch.Tensor or x.layout is not torch.strided:
+        return None
+    if not x.is_cpu or x.is_neg() or x.requires_grad or not x.data_ptr():
+        return None
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
 def address(x: np.ndarray) -> int:
     """Where a contiguous array lies, 0 for an empty one; `x.ctypes.data` takes eight times as long."""
     if not x.size:

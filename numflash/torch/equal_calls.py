@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..dispatch import plan_store
-from ..dispatch.plans import runner_for
 from ..interop import device_tensors
 from ..interop.arrays import check_memory
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.merge import apply_sinks
 from ..tiling import PlanCache
 from .options import MASK, TENSORS, hold_tensors, to_describe
-from .tensors import OF_NAME, READ, array, in_rows, is_held, result_like, strides
+from .tensors import HALVES, OF_NAME, READ, array, in_rows, is_held, result_like, strides
 from .threads import pytorch_threads
+
+
+class Ready(NamedTuple):
+    """What computes a call that was made before, with the tensors of its options.
+
+    sinks : (H,) float32, or None
+    arrays : the options' tensors, whose memory the runner reads
+    """
+
+    runner: Any
+    sinks: np.ndarray | None
+    arrays: Any
 
 
 def runner_of(
@@ -82,17 +93,20 @@ def _without_tensors(options: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any,
     return tuple(changed)
 
 
-def with_tensors(
-    runner: Any, query: Tensor, key: Tensor, options: tuple[Any, ...]
-) -> tuple[Any, np.ndarray | None]:
-    """What computes a call that was made before with the options' tensors, and its sinks.
+def with_tensors(runner: Any, query: Tensor, key: Tensor, options: tuple[Any, ...]) -> Ready | None:
+    """What computes a call that was made before with the options' tensors.
 
     None where it takes more memory than the first call did.
     """
     if not hold_tensors(options):
-        return runner, None
+        return Ready(runner, None, None)
     with torch.no_grad():  # a mask that requires grad is read here, and differentiated elsewhere
-        return runner_for(runner, *to_describe(options, query, key))
+        arrays, *call = to_describe(options, query, key)
+        mask = arrays.attn_mask
+        if mask is not None and (mask.requires_grad or mask.dtype in HALVES):
+            arrays = arrays._replace(attn_mask=mask.detach().to(torch.float32))
+        runner, sinks = runner.for_arrays(arrays, *call)
+    return None if runner is None else Ready(runner, sinks, arrays)
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -103,14 +117,10 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def run(
-    runner: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    with_lse: bool,
-    sinks: np.ndarray | None = None,
+    ready: Ready, query: Tensor, key: Tensor, value: Tensor, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The results of a call that was made before; lse only where it is wanted."""
+    runner, sinks, _ = ready
     if query.is_cuda:
         out, lse = runner(query, key, value)
         return out, lse

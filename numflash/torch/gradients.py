@@ -25,10 +25,10 @@ from .options import (
     SINKS,
     asked_for,
     detached,
-    fields,
     hold_tensors,
     parted,
     schema,
+    to_describe,
 )
 from .tensors import READ, array, as_written, in_rows, is_held, plain, strides
 from .threads import pytorch_threads
@@ -149,7 +149,7 @@ def _by_runner(
     """
     refuse_after_fork()
     grad_out, query, key, value, out, lse = tensors
-    changed = fields(options, query, key) if hold_tensors(options) else None
+    arrays = to_describe(options, query, key) if hold_tensors(options) else None
     operands = [in_rows(x, torch.float32) for x in (query, key, value, grad_out, out)]
     written = [
         x if x.dtype is torch.float32 else torch.empty_like(x, dtype=torch.float32) for x in found
@@ -161,7 +161,7 @@ def _by_runner(
         0 if x is None else x.data_ptr() for x in (*operands, lse, grad_lse, *written, scores)
     ]
     with pytorch_threads(), one_at_a_time():
-        held: bool = runner.run_at(places, steps, changed)
+        held: bool = runner.run_at(places, steps, arrays)
     if held:
         _copy(written, found)
     elif scores is not None:

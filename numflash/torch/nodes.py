@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..interop import device_tensors
 from . import operator
-from .equal_calls import run, runner_of, with_tensors
+from .equal_calls import Ready, run, runner_of, with_tensors
 from .observers import is_direct, is_seen, is_traced
 from .options import CONSTANTS, MASK, PRECISION, SINKS, TENSORS, TRAINED, typed
 
@@ -30,13 +30,13 @@ def without_operator(
     watched = device_tensors.loses_grad(query, key, value, *trained, *constants)
     if watched and (options[PRECISION] == "int8" or device_tensors.loses_grad(*constants)):
         return None  # which refuses them
-    runner, of_sinks = with_tensors(runner, query, key, options)
-    if runner is None:
+    ready = with_tensors(runner, query, key, options)
+    if ready is None:
         return None
     if not watched:
-        return run(runner, query, key, value, with_lse, of_sinks)
+        return run(ready, query, key, value, with_lse)
     inputs = query, key, value, options[MASK], options[SINKS]
-    out, lse = _Known.apply((runner, of_sinks), *inputs, options)
+    out, lse = _Known.apply(ready, *inputs, options)
     return out, lse
 
 
@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Known(torch.autograd.Function):
-    """The same for a call that was made before: what computes it, and its sinks.
+    """The same for a call that was made before, and what computes it.
 
     The options are one argument, because autograd's node takes time for each; those that may require
     grad are arguments, too.
@@ -62,7 +62,7 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[Any, Any],
+        ready: Ready,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -70,8 +70,7 @@ class _Known(torch.autograd.Function):
         sinks: Tensor | None,
         options: tuple,
     ) -> tuple[Tensor, Tensor | None]:
-        runner, of_sinks = call
-        out, lse = run(runner, query, key, value, True, of_sinks)
+        out, lse = run(ready, query, key, value, True)
         ctx.set_materialize_grads(False)
         ctx.options = list(options)
         ctx.places = [n for n in TENSORS if options[n] is not None]

@@ -24,10 +24,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
     Both are tensors in memory that PyTorch has allocated.
     """
     call, runner = runner_of(query, key, value, options)
-    if runner is not None:
-        runner, sinks = with_tensors(runner, query, key, options)
-    if runner is not None:
-        return run(runner, query, key, value, True, sinks)
+    ready = None if runner is None else with_tensors(runner, query, key, options)
+    if ready is not None:
+        return run(ready, query, key, value, True)
     asked, impl = asked_for(options, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
     asked = detached(asked)

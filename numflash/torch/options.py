@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import validation
 from ..interop.arguments import choice
 from ..validation.options import ALIGNMENTS, IMPLS, OptionArrays, Options
 from .padding import as_key_lengths
@@ -100,17 +99,12 @@ def hold_tensors(options: tuple[Any, ...]) -> bool:
 def to_describe(
     options: tuple[Any, ...], query: Tensor, key: Tensor
 ) -> tuple[OptionArrays, str, tuple[int, int, int, int]]:
-    """The options' tensors, the alignment, and (B, H, L, S): what `validation.described` takes."""
+    """The options' tensors, the alignment, and (B, H, L, S): what `KernelPlan.for_arrays` takes."""
     mask, lengths, slopes, sinks = tensors_of(options)
     alignment = options[ALIGNMENT]
     mask, lengths = as_key_lengths(mask, lengths, alignment, key)
     b, h, length, _ = query.shape
     return OptionArrays(mask, lengths, slopes, sinks), alignment, (b, h, length, key.shape[2])
-
-
-def fields(options: tuple[Any, ...], query: Tensor, key: Tensor) -> dict[str, Any]:
-    """The fields of a `Problem` that come from the options' tensors."""
-    return validation.described(*to_describe(options, query, key))
 
 
 def parted(

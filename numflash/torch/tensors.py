@@ -13,6 +13,7 @@ from ..interop.arrays import WORD, ArrayInterface
 # dtypes whose equal calls keep plans, as `plan_store.keep_runner` names them; float16 is converted to
 # float32, the others are read where they are
 READ = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HALVES = torch.float16, torch.bfloat16
 OF_NAME = {name: dtype for dtype, name in READ.items()}
 
 

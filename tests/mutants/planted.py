@@ -385,8 +385,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/launch_backward.py",
-        "if fields is not None:",
-        "if fields is None:",
+        "if options is not None:",
+        "if options is None:",
         "tests/pytorch/test_equal_calls.py -k follow_the_options",
     ),
     Mutant(
@@ -738,12 +738,6 @@ MUTANTS = [
     ),
     Mutant(
         "torch/padding.py",
-        "rising = np.count_nonzero(seen[:, 1:] > seen[:, :-1])",
-        "rising = 0",
-        TORCH,
-    ),
-    Mutant(
-        "torch/padding.py",
         'if mask is None or lengths is not None or alignment != "upper_left":',
         "if mask is None or lengths is not None:",
         TORCH,
@@ -789,6 +783,30 @@ MUTANTS = [
         "sinks = min(memory.layout.sinks, first)",
         "sinks = 0",
         "tests/cpu/test_decode_arguments.py -k tail",
+    ),
+    Mutant(
+        "cpu/array_places.py",
+        "return *place[1:], memory_of(name, x).tobytes()",
+        "return place[1:]",
+        "tests/test_masks_in_place.py",
+    ),
+    Mutant(
+        "cpu/plan.py",
+        "and plan.mask_at() == at:",
+        "and True:",
+        "tests/test_masks_in_place.py -k copy",
+    ),
+    Mutant(
+        "cpu/array_places.py",
+        "fields[name] = lent(fields[name])",
+        "pass",
+        "tests/test_masks_in_place.py -k holds_no_mask",
+    ),
+    Mutant(
+        "torch/padding.py",
+        "falling &= row[j] != 0",
+        "falling &= row[0] != 0",
+        "tests/pytorch/test_equal_calls.py -k looked_at",
     ),
     Mutant(
         "torch/equal_calls.py",

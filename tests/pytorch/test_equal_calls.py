@@ -93,6 +93,7 @@ TENSORS = {
     "padding": [{"attn_mask": np.arange(53) < DRAW.integers(1, 53, (2, 1, 1, 1))} for _ in "ab"],
     "more keys": [{"attn_mask": np.arange(53) < np.full((2, 1, 1, 1), n)} for n in (5, 53)],
     "no padding": [{"attn_mask": np.arange(53) >= np.full((2, 1, 1, 1), n)} for n in (5, 9)],
+    "holes": [{"attn_mask": np.arange(53) % n < np.full((2, 1, 1, 1), 1)} for n in (2, 3)],
     "bias": [{"attn_mask": DRAW.standard_normal((1, 4, 37, 53), np.float32)} for _ in "ab"],
     "lengths": [{"key_lengths": DRAW.integers(1, 53, 2)} for _ in "ab"],
     "slopes": [{"alibi_slopes": DRAW.random(4)} for _ in "ab"],
@@ -122,6 +123,26 @@ def test_tensors_among_the_options_are_looked_at_in_every_call(name, precision, 
                 want[n][0],
             )
     assert direct[-1]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_masks_of_sixteen_bits_are_widened_for_each_call(dtype, trained):
+    """A kernel reads a float32 copy, which has to live as long as the call."""
+    mask = torch.empty(4, 37, 53, dtype=dtype, requires_grad=trained)
+    given = [x.to(dtype) for x in (Q, K, V)]
+    torch.manual_seed(0)
+    for _ in range(4):
+        with torch.no_grad():
+            mask.normal_()
+        out = nt.attention(*given, attn_mask=mask)
+        assert out.requires_grad is trained
+        want, _ = naive(
+            *(x.float().numpy() for x in given), attn_mask=mask.detach().float().numpy()
+        )
+        assert np.abs(out.detach().float().numpy() - want).max() < 0.02
+        for _ in range(4 * trained):  # the last ones keep their numbers for the gradient
+            nt.attention(*given, attn_mask=mask).sum().backward()
 
 
 def test_masks_of_equal_calls_that_differ_in_more_than_their_numbers(direct):

@@ -48,6 +48,7 @@ class GradientPlan(KernelPlan):
     """
 
     def __init__(self, problem: Problem, isa: str, workers: int) -> None:
+        super().__init__()
         self.problem = problem.without_memory()
         shape = self.shape = problem.shape
         nb, nh, nkv, length, s, d, dv = shape
