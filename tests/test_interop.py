@@ -263,3 +263,13 @@ def test_the_negative_bit_of_pytorch_is_named():
     x = torch.ones(1, 1, 3, 4, dtype=torch.complex64).conj().imag
     with pytest.raises(ArgumentTypeError, match=r"query: .*; allowed: query\.resolve_neg\(\)"):
         attend(x, x, x)
+
+
+def test_bits_of_bfloat16_are_no_integers():
+    """Zeros in bfloat16 have the bits of a length that is allowed."""
+    x = np.zeros((2, 1, 3, 4), np.float32)
+    zeros = np.zeros(2, ml_dtypes.bfloat16)
+    with pytest.raises(ArgumentTypeError, match=r"key_lengths: got dtype bfloat16; allowed: int"):
+        numflash.attention(x, x, x, key_lengths=zeros)
+    with pytest.raises(ArgumentTypeError, match="cu_seqlens_q: got dtype bfloat16; allowed: int"):
+        numflash.attention_varlen(x[:0, 0], x[:0, 0], x[:0, 0], zeros, np.zeros(2, int))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop.arrays import import_array
+from ..interop.arrays import import_array, import_integers
 from .fused import Fused, fused_of
 from .prepared import EMPTY, FULL, PARTIAL, Prepared, prepare
 
@@ -191,19 +191,18 @@ class BlockMask:
         ArgumentError
             Shapes, counts or numbers of blocks, or lengths that do not fit together.
         ArgumentTypeError
-            What is no array.
+            What is no array of integers.
         """
         rows, keys = block = block_size(BLOCK_SIZE)
-        indices = import_array("kv_indices", kv_indices).array
-        if indices.ndim != 4 or indices.dtype.kind not in "iu":
+        indices = import_integers("kv_indices", kv_indices)
+        if indices.ndim != 4:
             raise ArgumentError(
-                f"kv_indices: got shape {indices.shape} of dtype {indices.dtype}; allowed: integers "
-                "(B, H, blocks of L, blocks of S)"
+                f"kv_indices: got shape {indices.shape}; allowed: (B, H, blocks of L, blocks of S)"
             )
         states: Any = np.zeros(indices.shape, np.uint8)
         _fill(states, "kv", kv_num_blocks, indices, PARTIAL)
         if full_kv_num_blocks is not None:
-            full = import_array("full_kv_indices", full_kv_indices).array
+            full = import_integers("full_kv_indices", full_kv_indices)
             _fill(states, "full_kv", full_kv_num_blocks, full, FULL)
         lengths: Any = seq_lengths
         if lengths is None:
@@ -350,10 +349,7 @@ def _shade(cell: np.ndarray) -> int:
 
 
 def _fill(states: np.ndarray, name: str, counts: Any, indices: np.ndarray, value: int) -> None:
-    counts = import_array(f"{name}_num_blocks", counts).array
-    for kind, x in (("num_blocks", counts), ("indices", indices)):
-        if x.dtype.kind not in "iu":
-            raise ArgumentError(f"{name}_{kind}: got dtype {x.dtype}; allowed: integers")
+    counts = import_integers(f"{name}_num_blocks", counts)
     if counts.shape != states.shape[:3] or indices.shape[:3] != states.shape[:3]:
         raise ArgumentError(
             f"{name}_num_blocks: got shape {counts.shape}; allowed: {states.shape[:3]}"

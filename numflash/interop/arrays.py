@@ -214,6 +214,20 @@ def import_array(name: str, x: Any) -> Imported:
     return _import_numpy(name, array)
 
 
+def import_integers(name: str, x: Any) -> np.ndarray:
+    """Take one argument of integers in.
+
+    Raises
+    ------
+    ArgumentTypeError
+        Another dtype, and what `import_array` refuses.
+    """
+    array, dtype, _ = import_array(name, x)
+    if dtype == "bfloat16" or array.dtype.kind not in "iu":  # whose bits are stored as integers
+        raise ArgumentTypeError(f"{name}: got dtype {dtype}; allowed: integers")
+    return array
+
+
 def _is_tracer(x: Any) -> bool:
     """Whether x is a JAX tracer: an array of a function that is being traced."""
     return any(

@@ -14,7 +14,7 @@ from ..dispatch.option_gradients import OPERANDS
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..flex.attention import prepare
 from ..interop.arguments import flag
-from ..interop.arrays import import_array
+from ..interop.arrays import import_integers
 from ..validation.options import Options
 from .checks import autocast, check_constants, check_gradients, check_tensors
 from .flex import no_batch_of_gradients, refuse_changed
@@ -158,8 +158,8 @@ def attention_varlen(
     constants = {"alibi_slopes": slopes} if isinstance(slopes, Tensor) else {}
     check_gradients(options.get("precision"), (query, key, value, sinks), **constants)
     cuts = (
-        import_array("cu_seqlens_q", cu_seqlens_q).array.copy(),
-        import_array("cu_seqlens_k", cu_seqlens_k).array.copy(),
+        import_integers("cu_seqlens_q", cu_seqlens_q).copy(),
+        import_integers("cu_seqlens_k", cu_seqlens_k).copy(),
     )
     if slopes is not None:  # the gradients are computed with the numbers of this call
         own = slopes.detach().clone() if isinstance(slopes, Tensor) else copy.deepcopy(slopes)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop.arrays import convert, import_array, spread, widen, writable
+from ..interop.arrays import convert, import_array, import_integers, spread, widen, writable
 from .options import OptionArrays
 
 LARGEST_PER_HEAD = 1e20
@@ -63,9 +63,7 @@ def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
     """(B,) int64 counts between 0 and `most`."""
     if x is None:
         return np.array([most] * batch, np.int64)
-    array = import_array(name, x).array
-    if array.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: integers")
+    array = import_integers(name, x)
     if array.shape != (batch,):
         raise ArgumentError(f"{name}: got shape {array.shape}; allowed: (B,) = ({batch},)")
     counts = array.tolist()

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..interop.arrays import Imported, import_array, writable
+from ..errors import ArgumentError
+from ..interop.arrays import Imported, import_integers, writable
 from .description import Problem
 
 
 def _cumulative(name: str, x: Any, total: int) -> np.ndarray:
     """(N + 1,) int64 cumulative lengths from 0 to `total`."""
-    array = import_array(name, x).array
-    if array.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: integers")
+    array = import_integers(name, x)
     if array.ndim != 1 or not array.size:
         raise ArgumentError(f"{name}: got shape {array.shape}; allowed: (N + 1,)")
     array = array.astype(np.int64)

@@ -350,15 +350,19 @@ def test_second_derivatives_are_refused():
 def test_block_lists_of_other_kinds_are_refused():
     counts, places = np.ones((1, 1, 2), int), np.zeros((1, 1, 2, 2), int)
     for indices, lengths in (
-        (places * 1.0, None),
+        (places[0], None),
         (places, (5,)),
         (places, (256.0, 256)),
         (places, 5),
     ):
         with pytest.raises(ArgumentError):
             numflash.BlockMask.from_kv_blocks(counts, indices, seq_lengths=lengths)
-    for more in ((counts * 1.0, places), (counts, places, counts, places * 1.0)):
-        with pytest.raises(ArgumentError, match=r"got dtype float64; allowed: integers"):
+    for more in (
+        (counts * 1.0, places),
+        (counts, places * 1.0),
+        (counts, places, counts, places * 1.0),
+    ):
+        with pytest.raises(ArgumentTypeError, match=r"got dtype float64; allowed: integers"):
             numflash.BlockMask.from_kv_blocks(*more)
     with pytest.raises(ArgumentTypeError, match="mask_mod: got int"):
         numflash.BlockMask.from_kv_blocks(counts, places, mask_mod=3)
