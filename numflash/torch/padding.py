@@ -7,26 +7,16 @@ import torch
 from torch import Tensor
 
 from ..interop.arrays import check_memory
-from ..jit.compiler import kernel
-from ..jit.memory import array_at
+from ..interop.padding import make_count
 
-
-@kernel
-def _count(mask: int, step: int, lengths: np.ndarray, keys: int) -> bool:
-    """Write how many keys each row of a mask shows to lengths (B,); whether these are its first ones.
-
-    mask : address of B rows of `keys` bytes, `step` bytes from one to the next
-    """
-    falling = True
-    for b in range(lengths.size):
-        row = array_at(mask + b * step, (keys,), np.uint8)
-        seen = 0
-        for j in range(keys):
-            seen += row[j]
-        lengths[b] = seen
-        for j in range(seen):
-            falling &= row[j] != 0
-    return falling
+# of masks on the CPU: integers of an element's size, and the bits of a seen key and of a hidden one,
+# which are True and False, or 0 and -infinity
+BITS = {
+    torch.bool: (np.uint8, 1, 0),
+    torch.float16: (np.uint16, 0, 0xFC00),
+    torch.bfloat16: (np.uint16, 0, 0xFF80),
+    torch.float32: (np.uint32, 0, 0xFF800000),
+}
 
 
 def as_key_lengths(
@@ -36,29 +26,42 @@ def as_key_lengths(
     if mask is None or lengths is not None or alignment != "upper_left":
         return mask, lengths  # with another alignment the diagonal would move with the lengths
     batch, _, keys, _ = key.shape
-    found = _key_lengths(mask, batch, keys)
+    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[3] != keys:
+        return mask, None
+    found = None if 0 in mask.shape or mask.requires_grad else _key_lengths(mask, batch)
     return (mask, None) if found is None else (None, found)
 
 
-def _key_lengths(mask: Tensor, batch: int, keys: int) -> Tensor | np.ndarray | None:
-    """(B,) keys of each batch entry, where a mask is one row for all heads and queries that hides
-    nothing but the last keys.
-    """
-    if mask.dtype is not torch.bool or mask.dim() != 4:
-        return None
-    nb, heads, rows, s = mask.shape
-    if (nb, s) != (batch, keys) or 0 in mask.shape:
-        return None
-    of_batch, of_heads, of_rows, of_keys = mask.stride()
-    if (heads > 1 and of_heads) or (rows > 1 and of_rows):
-        return None
+def _key_lengths(mask: Tensor, batch: int) -> Tensor | np.ndarray | None:
+    """(B,) keys of each batch entry, where a mask (B, H, L, S) hides nothing but the last keys."""
     if mask.is_cpu:
-        check_memory("attn_mask", mask)
-        if of_keys != 1 and keys > 1:
-            mask, of_batch = mask[:, 0, 0].contiguous(), keys
-        counts = np.empty(batch, np.int64)
-        return counts if _count(mask.data_ptr(), of_batch, counts, keys) else None
-    row = mask[:, 0, 0]
+        return _on_cpu(mask, batch)
+    _, heads, rows, keys = mask.shape
+    _, of_heads, of_rows, _ = mask.stride()
+    if mask.dtype is not torch.bool or (heads > 1 and of_heads) or (rows > 1 and of_rows):
+        return None
+    row = mask[:, 0, 0].expand(batch, keys)
     lengths = row.sum(-1)
     falling = torch.equal(row, torch.arange(keys, device=row.device) < lengths[:, None])
     return lengths.cpu() if falling else None
+
+
+def _on_cpu(mask: Tensor, batch: int) -> np.ndarray | None:
+    nb, heads, rows, keys = mask.shape
+    of_batch, of_heads, of_rows, of_keys = mask.stride()
+    known = BITS.get(mask.dtype)
+    if known is None or of_keys != 1:
+        return None
+    check_memory("attn_mask", mask)
+    size, lengths = mask.element_size(), np.empty(batch, np.int64)
+    alike = make_count(*known)(
+        mask.data_ptr(),
+        heads if of_heads else 1,  # what is repeated is looked at once
+        rows if of_rows else 1,
+        keys,
+        of_batch * size if nb > 1 else 0,
+        of_heads * size,
+        of_rows * size,
+        lengths,
+    )
+    return lengths if alike else None

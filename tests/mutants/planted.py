@@ -732,7 +732,7 @@ MUTANTS = [
     # ---- PyTorch
     Mutant(
         "torch/padding.py",
-        "if (nb, s) != (batch, keys) or 0 in mask.shape:",
+        "if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[3] != keys:",
         "if (nb, s) != (batch, keys):",
         "tests/pytorch/test_torch_operator.py",
     ),
@@ -803,10 +803,10 @@ MUTANTS = [
         "tests/test_masks_in_place.py -k holds_no_mask",
     ),
     Mutant(
-        "torch/padding.py",
-        "falling &= row[j] != 0",
-        "falling &= row[0] != 0",
-        "tests/pytorch/test_equal_calls.py -k looked_at",
+        "interop/padding.py",
+        "wrong += first[j] != (seen if j < length else hidden)",
+        "wrong += first[0] != seen",
+        "tests/pytorch/test_torch_operator.py -k trailing",
     ),
     Mutant(
         "torch/equal_calls.py",

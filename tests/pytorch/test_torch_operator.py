@@ -23,7 +23,7 @@ from numflash.torch import operator, sdpa
 
 
 def test_trailing_padding_becomes_key_lengths(monkeypatch):
-    """A mask of one row for all queries.
+    """A mask whose rows are alike, of any dtype and layout, as the ones that layers of PyTorch's make.
 
     With the diagonal at the front nothing changes, at the back the mask must stay one.
     """
@@ -37,18 +37,38 @@ def test_trailing_padding_becomes_key_lengths(monkeypatch):
     mask = (torch.arange(7) < lengths[:, None])[:, None, None].expand(2, 4, 5, 7)
     holes = mask.clone()
     holes[1, :, :, 1] = False
+    one_row = mask.clone()
+    one_row[1, 3, 4, 2:] = False
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    tiny = bias.clone()
+    tiny[1, 3, 4, 1] = 1e-45
     for attn_mask, becomes, options in (
         (mask, True, {}),
         (mask, True, {"is_causal": True}),
         (mask, False, {"is_causal": True, "alignment": "lower_right"}),
-        (mask.contiguous(), False, {}),
+        (mask.contiguous(), True, {}),
+        (mask[1:, :1, :1], True, {}),
+        (bias, True, {}),
+        (bias[:, :, :1], True, {"is_causal": True}),
+        (bias.half(), True, {}),
+        (bias[:, :1].bfloat16(), True, {}),
+        (torch.zeros(1, 4, 1, 7), True, {}),
         (holes[:, :1, :1], False, {}),
-        (mask[1:, :1, :1], False, {}),
+        (one_row, False, {}),
+        (tiny, False, {}),
+        (bias - 1, False, {}),
+        (bias.nan_to_num(), False, {}),
+        (bias.clone().requires_grad_(), False, {}),
+        (mask.contiguous().transpose(2, 3)[:, :, :1].transpose(2, 3).expand_as(mask), False, {}),
     ):
-        out = nt.attention(Q, K, V, attn_mask, **options)
-        assert (seen[-1].mask is None) == becomes
-        want, _ = naive(Q, K, V, attn_mask.expand(2, 4, 5, 7).numpy(), **options)
-        np.testing.assert_allclose(out, want, atol=1e-6)
+        half = attn_mask.dtype in (torch.float16, torch.bfloat16)
+        given = [x.to(attn_mask.dtype) if half else x for x in (Q, K, V)]
+        out = nt.attention(*given, attn_mask, **options).detach().float()
+        assert (seen[-1].mask is None and seen[-1].bias is None) == becomes
+        numbers = attn_mask.detach().expand(2, 4, 5, 7)
+        numbers = numbers if numbers.dtype == torch.bool else numbers.float()
+        want, _ = naive(Q, K, V, numbers.numpy(), **options)
+        np.testing.assert_allclose(out, want, atol=0.03 if half else 1e-6)
 
 
 def test_no_queries_and_a_mask():
