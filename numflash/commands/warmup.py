@@ -26,6 +26,8 @@ from ..api import attention, attention_backward
 from ..cache.kvcache import KVCache
 from ..cache.settings import DTYPES
 from ..errors import ArgumentError, NumflashError, UnsupportedError
+from ..interop.arrays import address
+from ..interop.padding import KINDS, make_count
 from ..jit.cache_files import files
 from ..jit.threads import most
 from ..measure.console import Progress, Table
@@ -129,9 +131,17 @@ def cache_jobs() -> list[Job]:
     return found
 
 
+def padding() -> None:
+    """What looks for padding in a mask of each dtype."""
+    for kind in KINDS.values():
+        mask, lengths = np.zeros(1, kind[0]), np.zeros(1, np.int64)
+        make_count(*kind)(address(mask), 1, 1, 1, 0, 0, 0, lengths)
+
+
 def everything() -> list[Job]:
     """All that `warmup` knows."""
-    return [*attention_jobs(), *gradient_jobs(), *cache_jobs()]
+    masks = Job("padding masks of PyTorch's tensors", padding)
+    return [*attention_jobs(), *gradient_jobs(), masks, *cache_jobs()]
 
 
 def chosen(given: Sequence[str]) -> list[Job]:

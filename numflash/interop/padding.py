@@ -5,8 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
+
 from ..jit.compiler import kernel
 from ..jit.memory import array_at
+
+# dtypes of masks: unsigned integers of an element's size, and the bits of a seen key and of a hidden
+# one, which are True and False, or 0 and -infinity
+KINDS = {
+    "bool": (np.uint8, 1, 0),
+    "float16": (np.uint16, 0, 0xFC00),
+    "bfloat16": (np.uint16, 0, 0xFF80),
+    "float32": (np.uint32, 0, 0xFF800000),
+}
 
 
 @functools.cache

@@ -7,16 +7,9 @@ import torch
 from torch import Tensor
 
 from ..interop.arrays import check_memory
-from ..interop.padding import make_count
+from ..interop.padding import KINDS, make_count
 
-# of masks on the CPU: integers of an element's size, and the bits of a seen key and of a hidden one,
-# which are True and False, or 0 and -infinity
-BITS = {
-    torch.bool: (np.uint8, 1, 0),
-    torch.float16: (np.uint16, 0, 0xFC00),
-    torch.bfloat16: (np.uint16, 0, 0xFF80),
-    torch.float32: (np.uint32, 0, 0xFF800000),
-}
+OF_DTYPE = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
 
 def as_key_lengths(
@@ -49,7 +42,7 @@ def _key_lengths(mask: Tensor, batch: int) -> Tensor | np.ndarray | None:
 def _on_cpu(mask: Tensor, batch: int) -> np.ndarray | None:
     nb, heads, rows, keys = mask.shape
     of_batch, of_heads, of_rows, of_keys = mask.stride()
-    known = BITS.get(mask.dtype)
+    known = OF_DTYPE.get(mask.dtype)
     if known is None or of_keys != 1:
         return None
     check_memory("attn_mask", mask)
