@@ -13,7 +13,7 @@ from ..tiling import PlanCache
 from ..validation import Problem
 from ..validation.options import Options
 from .call_keys import Key
-from .plans import ArrayPlan, GradientPlan, PackedPlan, QuantizedPlan
+from .plans import ArrayGradientPlan, ArrayPlan, PackedPlan, QuantizedPlan
 
 F = np.float32
 NO_ARRAYS = {"mask": None, "bias": None, "alibi_slopes": None, "sinks": None}
@@ -122,7 +122,7 @@ def keep_array_gradients(
     if ndim == 4 and options.layout == "bhld":
         runner = _gradient_runner(problem, impl, "float32")
     if runner is not None:
-        _plans.keep(key, GradientPlan(problem, options, runner))
+        _plans.keep(key, ArrayGradientPlan(problem, options, runner))
 
 
 def keep_runner(key: Any, problem: Problem, impl: str, given: str) -> None:

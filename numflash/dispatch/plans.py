@@ -141,7 +141,7 @@ class ArrayPlan(OneProblem):
         return deliver(out, lse, self.query, self.return_lse)
 
 
-class GradientPlan:
+class ArrayGradientPlan:
     """Equal calls of `attention_backward` on four-dimensional NumPy arrays of float32.
 
     Parameters
