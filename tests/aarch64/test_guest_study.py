@@ -19,7 +19,6 @@ from numflash.cpu.study import (
     backward_plain,
     exp2_benchmark,
     half_tiles,
-    improvements,
     ladder,
     reference_float32,
     register_tile,
@@ -27,6 +26,8 @@ from numflash.cpu.study import (
     unfused,
     unfused_times,
 )
+from numflash.cpu.study.layer_norm import layer_norm, layer_norm_quantize
+from numflash.cpu.study.prepared import prepare
 from numflash.jit import target
 from numflash.measure.contenders import Case, contenders
 from numflash.measure.roofline import Roof
@@ -62,8 +63,8 @@ def bench(name):
 def test_every_study_module_is_here():
     """A new one needs a line in this file."""
     folder = Path(ladder.__file__).parent
-    known = "backward_plain exp2_benchmark exp2_values fused half_tiles improvements ladder ladder_float ladder_int8 "
-    known += "reference_float32 register_tile registers split_decode unfused unfused_times"
+    known = "backward_plain exp2_benchmark exp2_values fused half_tiles improvements ladder ladder_float ladder_int8 layer_norm "
+    known += "prepared reference_float32 register_tile registers split_decode unfused unfused_times"
     assert {x.stem for x in folder.glob("*.py")} - {"__init__"} == set(known.split())
 
 
@@ -73,7 +74,7 @@ def test_the_eight_improvements():
     Without prefetching, as the bench script below has it: one kernel for both.
     """
     arrays = qkv(h=2, hkv=1, l=60, s=140, d=40)
-    prepared = improvements.prepare(*arrays, False)
+    prepared = prepare(*arrays, False)
     if "sve" in target.available():
         assert prepared.isa == "sve"
     options = Options(enable_gqa=True, precision="int8")
@@ -170,8 +171,8 @@ def test_the_fused_layer_norm():
     x = np.random.default_rng(0).standard_normal((5, 32), F)
     data, scale, y = np.empty(x.shape, np.int8), np.empty(5, F), np.empty_like(x)
     ones = np.ones(32, F)
-    improvements.layer_norm(x, ones, 0 * ones, y)
-    improvements.layer_norm_quantize(x, ones, 0 * ones, data, scale)
+    layer_norm(x, ones, 0 * ones, y)
+    layer_norm_quantize(x, ones, 0 * ones, data, scale)
     np.testing.assert_allclose(y.mean(1), 0, atol=1e-6)
     assert np.abs(data * scale[:, None] - y).max() <= scale.max()
 

@@ -9,7 +9,7 @@ passes or fails by time.
 import numpy as np
 import pytest
 
-from numflash.cpu.study import improvements
+from numflash.cpu.study.prepared import prepare
 from numflash.jit.threads import most
 from numflash.measure.contenders import on_threads
 
@@ -35,7 +35,7 @@ def bench_fused(benchmark, name, kv_heads, causal, threads):
         rng.standard_normal((1, h, LENGTH, HEAD_DIM), np.float32) for h in (4, kv_heads, kv_heads)
     )
     with on_threads(threads):
-        prepared = improvements.prepare(q, k, v, causal)
+        prepared = prepare(q, k, v, causal)
         if pv not in prepared.values:
             pytest.skip(f"no {pv} on this target")
         wanted = prepared.run("plain", "fp32")

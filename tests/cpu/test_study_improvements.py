@@ -10,6 +10,8 @@ from oracles import draw, qkv
 
 from numflash import quantize, reference, validation
 from numflash.cpu.study import improvements
+from numflash.cpu.study.layer_norm import layer_norm, layer_norm_quantize
+from numflash.cpu.study.prepared import ISAS, prepare
 from numflash.errors import UnsupportedError
 from numflash.jit import target
 from numflash.numerics.quantization import quantize_problem
@@ -37,7 +39,7 @@ def integer_model(operands, **options):
 def cases():
     try:
         return [
-            (operands, causal, improvements.prepare(*operands, causal))
+            (operands, causal, prepare(*operands, causal))
             for operands, causal in (
                 (qkv(h=2, hkv=1, l=130, s=300, d=64), False),
                 (qkv(b=2, h=2, l=97, s=300, d=40), True),
@@ -75,19 +77,19 @@ def test_layer_norm_with_the_quantiser_inside():
         y = np.empty_like(x)
         data = np.empty(x.shape, np.int8)
         scale = np.empty(length, F)
-        improvements.layer_norm(x, gamma, beta, y)
+        layer_norm(x, gamma, beta, y)
         wide = x.astype(np.float64)
         wide = (wide - wide.mean(1, keepdims=True)) / np.sqrt(
             wide.var(1, keepdims=True) + 1e-5
         ) * gamma + beta
         assert np.abs(y - wide).max() < 1e-5
-        improvements.layer_norm_quantize(x, gamma, beta, data, scale)
+        layer_norm_quantize(x, gamma, beta, data, scale)
         wanted = quantize(y, "row")
         assert np.array_equal(data, wanted.data) and np.array_equal(scale, wanted.row_scale())
 
 
 def test_the_table():
-    if not any(isa in target.available() for isa in improvements.ISAS):
+    if not any(isa in target.available() for isa in ISAS):
         pytest.skip("no register tiles")
     found = improvements.measure(length=130, head_dim=32, heads=2, repeats=1)
     assert {g.name.split(",")[0] for g in found} >= {

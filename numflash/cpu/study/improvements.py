@@ -11,187 +11,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
-from numba import prange
 
 from ...cache.kvcache import KVCache
-from ...errors import UnsupportedError
 from ...jit import target
 from ...jit.compiler import kernel
 from ...jit.threads import limit, most
 from ...measure.timing import Timing, median_time
 from ...measure.timing import timed as time_calls
-from ...numerics.quantization import quantize_heads, quantize_problem
-from ...numerics.quantize_kernels import MAGNITUDE, NO_SCALE, ROUND
-from ...numerics.scores import combined_scale
-from ...tiling import KEY_BLOCK, tiling
-from ...validation import Problem, problem
-from ...validation.options import Options
+from ...numerics.quantization import quantize_heads
+from ...tiling import KEY_BLOCK
 from ..floats.float_isas import FLOAT_ISAS
 from ..floats.float_tiles import value_tile
-from ..int8.packing import PackedKeys, bfloat16_pairs, float_rows, pack_keys, pack_values
-from ..isa.isas import VECTOR_ISAS, padded, running_lanes
-from .fused import HALF_WIDTH, make_fused
+from .fused import HALF_WIDTH
+from .layer_norm import layer_norm, layer_norm_quantize
+from .prepared import Prepared, prepare
 
-F, I = np.float32, np.int32
-EPSILON = F(1e-5)
-# register tiles of 6 rows: the summary's shape
-ISAS = ("avx512_vnni", "avx_vnni", "avx2", "sve", "neon_dot")
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One problem quantised and packed for every kind of P.V that this machine has."""
-
-    forward: Problem
-    isa: str
-    q: np.ndarray
-    cq: np.ndarray
-    keys: PackedKeys
-    values: dict[str, np.ndarray] = field(repr=False)
-    columns: int
-    v_scale: np.ndarray
-
-    def run(self, exp2: str = "vectors", pv: str = "int8", ahead: bool = False) -> np.ndarray:
-        """Attention by the kernel with these switches, on as many threads as are allowed now."""
-        nb, nh, nkv, length, s, _, dv = self.forward.shape
-        out = np.empty((nb * nh, length, dv), F)
-        m = np.empty((nb * nh, length), I)
-        l = np.empty((nb * nh, length), F)
-        make_fused(self.isa, exp2, pv)(
-            self.q,
-            self.cq,
-            self.keys,
-            self.values[pv],
-            self.columns,
-            nh // nkv,
-            self.forward.right is not None,
-            ahead,
-            s,
-            numba.get_num_threads(),
-            np.zeros(1, np.int64),
-            out,
-            m,
-            l,
-        )
-        if pv == "int8":
-            out *= np.repeat(self.v_scale, nh // nkv, 0)[:, None]
-        return out.reshape(nb, nh, length, dv)
-
-
-def prepare(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, is_causal: bool = False
-) -> Prepared:
-    """Quantise and pack float32 arrays (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv), as
-    `precision="int8"` does.
-
-    Raises
-    ------
-    UnsupportedError
-        On a target without integer register tiles.
-    """
-    isa = next((name for name in target.available() if name in ISAS), None)
-    if isa is None:
-        raise UnsupportedError(
-            f"isa: the target {target.cpu_name()!r} has no such tiles; allowed: {', '.join(map(repr, ISAS))}"
-        )
-    forward = problem(
-        query, key, value, Options(is_causal=is_causal, enable_gqa=True, precision="float32")
-    )
-    quantised = quantize_problem(
-        problem(query, key, value, Options(is_causal=is_causal, enable_gqa=True, precision="int8"))
-    )
-    nb, nh, nkv, length, s, d, dv = forward.shape
-    instructions, rows = VECTOR_ISAS[isa], tiling(isa).block_q
-    q = np.zeros(
-        (nb * nh, padded(length, rows), padded(d, instructions.group)),
-        np.uint8 if instructions.group == 4 else np.int16,
-    )
-    q[:, :length, :d] = (
-        quantised.query.data.reshape(nb * nh, length, d).astype(np.int16) + instructions.q_offset
-    )
-    cq, ck = combined_scale(quantised.query, quantised.key, forward.scale)
-    factors = np.zeros(q.shape[:2], F)
-    factors[:, :length] = cq.reshape(nb * nh, length)
-    floats = np.ascontiguousarray(forward.value, F).reshape(nb * nkv, s, dv)
-    integers = quantised.value.data.reshape(nb * nkv, s, dv)
-    columns = padded(dv, running_lanes(isa))
-    values = {
-        "fp32": float_rows(isa, floats, np.zeros((nb * nkv, s), bool)),
-        "int8": pack_values(isa, integers),
-    }
-    if not target.missing(HALF_WIDTH, target.BFLOAT16_ISAS) and columns == padded(dv, 16):
-        bits = floats.view(np.uint32)
-        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
-        values["bf16"] = bfloat16_pairs(isa, high.astype(np.uint16))
-    keys = pack_keys(
-        isa,
-        quantised.key.data.reshape(nb * nkv, s, d),
-        np.ascontiguousarray(ck.reshape(nb * nkv, s)),
-    )
-    return Prepared(
-        forward, isa, q, factors, keys, values, columns, quantised.value.scale.reshape(nb * nkv, dv)
-    )
-
-
-# ---- LayerNorm and the quantiser that feeds Q, K and V
-
-
-@kernel(float_math=True)
-def normalise(x, gamma, beta, y):
-    """y = (x - mean) / sqrt(variance + epsilon) * gamma + beta, one row.
-
-    A kernel of its own, so that both callers get its bits.
-    """
-    mean, square = F(0), F(0)
-    for e in range(x.size):
-        mean += x[e]
-    mean = F(mean / F(x.size))
-    for e in range(x.size):
-        away = F(x[e] - mean)
-        square += F(away * away)
-    r = F(F(1) / np.sqrt(F(F(square / F(x.size)) + EPSILON)))
-    for e in range(x.size):
-        y[e] = F(F(F(F(x[e] - mean) * r) * gamma[e]) + beta[e])
-
-
-@kernel(parallel=True)
-def layer_norm(x, gamma, beta, y):
-    """The separate pass.
-
-    x (L, D) float32 -> y (L, D) float32, which the quantiser then reads again.
-    """
-    for i in prange(x.shape[0]):
-        normalise(x[i], gamma, beta, y[i])
-
-
-@kernel(parallel=True)
-def layer_norm_quantize(x, gamma, beta, data, scale):
-    """Both at once: x (L, D) float32 -> data (L, D) int8, scale (L,) float32, with the bits of
-    `quantize(layer_norm(x), "row")`.
-
-    Inputs are finite; the package's quantiser also marks rows that are not.
-    """
-    rows = 64
-    for task in prange((x.shape[0] + rows - 1) // rows):
-        y, largest = np.empty(x.shape[1], F), np.empty(1, np.int32)  # stay in L1
-        for i in range(np.intp(task) * rows, min((np.intp(task) + 1) * rows, x.shape[0])):
-            normalise(x[i], gamma, beta, y)
-            bits, top, out = y.view(np.int32), I(0), data[i]
-            for e in range(y.size):
-                # ordered like the floats, and a maximum that vectorises
-                top = max(top, I(bits[e] & MAGNITUDE))
-            largest[0] = top
-            peak = largest.view(np.float32)[0]
-            usable = peak > NO_SCALE
-            scale[i] = F(peak / F(127)) if usable else F(1)
-            factor = F(F(127) / peak) if usable else F(0)
-            for e in range(y.size):
-                out[e] = np.int8(I(F(F(F(y[e] * factor) + ROUND) - ROUND)))
+F = np.float32
 
 
 # ---- why 16 bits may not pay
@@ -330,16 +169,50 @@ def measure(
     q, k, v = (rng.standard_normal((1, heads, length, head_dim), F) for _ in range(3))
     full, causal = prepare(q, k, v), prepare(q, k, v, is_causal=True)
     shared = prepare(q, k[:, :1], v[:, :1])
-    shared_causal = prepare(q, k[:, :1], v[:, :1], is_causal=True)
+    all_shared = prepare(q, k[:, :1], v[:, :1], is_causal=True)
+    _check(full)
+    norm, fused_norm = _layer_norms(rng.standard_normal((length, heads * head_dim), F), rng)
+
+    def timed(call: Callable[..., Any], *arguments: Any, threads: int = 1) -> Timing:
+        with limit(threads):
+            return time_calls(functools.partial(call, *arguments), repeats)
+
+    of_kernel = _kernel_gains(timed, full, causal, shared, heads)
+    of_decode = _decode_gain(8 * length, head_dim, repeats)
+    apart, at_once, whole = timed(norm), timed(fused_norm), timed(full.run)
+    of_norm = [
+        _gain(
+            "fused LayerNorm",
+            whole + apart,
+            whole + at_once,
+            "LayerNorm, quantiser, INT8 attention",
+        ),
+        _gain("fused LayerNorm, its part", apart, at_once, "LayerNorm and quantiser"),
+    ]
+    threads = most()
+    together = timed(all_shared.run, "vectors", "int8", True, threads=threads)
+    last = _gain(
+        "all together",
+        timed(full.run, "plain", "fp32") + apart,
+        together + timed(fused_norm, threads=threads),
+        f"INT8 P.V, causal, 1 KV head, {threads} threads, prefetch, LayerNorm fused",
+    )
+    return [*of_kernel, of_decode, *of_norm, last]
+
+
+def _check(full: Prepared) -> None:
     exact = full.run("plain", "fp32")
     for pv in full.values:
         if not np.abs(full.run("vectors", pv, True) - exact).max() <= 0.05 * np.abs(exact).max():
             raise ArithmeticError(f"improvements: pv {pv!r} is off by more than 5 %")
-    threads, width = most(), heads * head_dim
-    x = rng.standard_normal((length, width), F)
-    gamma = rng.random(width, F)
-    beta = rng.random(width, F)
-    y, data, scale = np.empty_like(x), np.empty(x.shape, np.int8), np.empty(length, F)
+
+
+def _layer_norms(
+    x: np.ndarray, rng: np.random.Generator
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """LayerNorm of x (L, D) and the quantiser apart, and both at once."""
+    gamma, beta = rng.random(x.shape[1], F), rng.random(x.shape[1], F)
+    y, data, scale = np.empty_like(x), np.empty(x.shape, np.int8), np.empty(len(x), F)
 
     def apart() -> None:
         layer_norm(x, gamma, beta, y)
@@ -348,79 +221,37 @@ def measure(
     def at_once() -> None:
         layer_norm_quantize(x, gamma, beta, data, scale)
 
-    def timed(call: Callable[..., Any], *arguments: Any, on: int = 1) -> Timing:
-        with limit(on):
-            return time_calls(functools.partial(call, *arguments), repeats)
+    return apart, at_once
 
-    base = timed(full.run, "plain", "fp32")
-    wide = timed(full.run, "vectors", "fp32")
-    whole = timed(full.run)
-    norm, fused_norm = timed(apart), timed(at_once)
-    tokens = 8 * length
-    with limit(1):
-        apart_heads, one_head = (_decode_time(n, 8, tokens, head_dim, repeats) for n in (8, 1))
-    halves = timed(full.run, "vectors", "bf16") if "bf16" in full.values else None
-    alone = "fp32 P.V, vector exp2"
-    return [
-        _gain(
-            "vector code for exp2",
-            base,
-            wide,
-            "fp32 P.V: the compiler's loop, vectors written out",
-        ),
-        _gain(
-            "prefetching",
-            wide,
-            timed(full.run, "vectors", "fp32", True),
-            f"{alone}: without, with",
-        ),
-        _gain(
-            "threads",
-            wide,
-            timed(full.run, "vectors", "fp32", on=threads),
-            f"{alone}: 1, {threads} threads",
-        ),
-        _gain(
-            "GQA, prefill",
-            wide,
-            timed(shared.run, "vectors", "fp32"),
-            f"{alone}: {heads}, 1 KV heads",
-        ),
-        _gain(
-            "GQA, decode",
-            apart_heads,
-            one_head,
-            f"KVCache of {tokens} tokens, 8 query heads: 8, 1 KV heads",
-        ),
-        *(
-            []
-            if halves is None
-            else [_gain("16-bit P.V", wide, halves, f"{alone}: float32, bfloat16")]
-        ),
-        _gain(
-            "fused LayerNorm",
-            whole + norm,
-            whole + fused_norm,
-            "LayerNorm, quantiser and INT8 attention",
-        ),
-        _gain(
-            "fused LayerNorm, its part",
-            norm,
-            fused_norm,
-            f"LayerNorm and quantiser of {length} x {width}",
-        ),
-        _gain(
-            "causal skipping",
-            wide,
-            timed(causal.run, "vectors", "fp32"),
-            f"{alone}: full, causal",
-        ),
-        _gain("INT8 P.V", wide, whole, f"{alone}: float32, INT8"),
-        _gain(
-            "all together",
-            base + norm,
-            timed(shared_causal.run, "vectors", "int8", True, on=threads)
-            + timed(at_once, on=threads),
-            f"INT8 P.V, causal, 1 KV head, {threads} threads, prefetch, LayerNorm fused",
-        ),
+
+def _kernel_gains(
+    timed: Callable[..., Timing], full: Prepared, causal: Prepared, shared: Prepared, heads: int
+) -> list[Gain]:
+    """What one switch of the fused kernel brings, or another problem."""
+    threads = most()
+    plain, wide = timed(full.run, "plain", "fp32"), timed(full.run, "vectors", "fp32")
+    ahead = timed(full.run, "vectors", "fp32", True)
+    together = timed(full.run, "vectors", "fp32", threads=threads)
+    one_head, half = (timed(x.run, "vectors", "fp32") for x in (shared, causal))
+    found = [
+        ("vector code for exp2", plain, wide, "the compiler's loop, vectors written out"),
+        ("prefetching", wide, ahead, "without, with"),
+        ("threads", wide, together, f"1, {threads} threads"),
+        ("GQA, prefill", wide, one_head, f"{heads}, 1 KV heads"),
+        ("causal skipping", wide, half, "full, causal"),
+        ("INT8 P.V", wide, timed(full.run), "float32, INT8"),
     ]
+    if "bf16" in full.values:
+        found.append(("16-bit P.V", wide, timed(full.run, "vectors", "bf16"), "float32, bfloat16"))
+    return [
+        _gain(name, before, after, f"fp32 P.V, vector exp2: {words}")
+        for name, before, after, words in found
+    ]
+
+
+def _decode_gain(tokens: int, head_dim: int, repeats: int) -> Gain:
+    """Grouped heads in decoding."""
+    with limit(1):
+        apart, one_head = (_decode_time(n, 8, tokens, head_dim, repeats) for n in (8, 1))
+    compared = f"KVCache of {tokens} tokens, 8 query heads: 8, 1 KV heads"
+    return _gain("GQA, decode", apart, one_head, compared)
