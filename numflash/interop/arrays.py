@@ -294,10 +294,17 @@ def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
 
 
 def check_memory(name: str, x: Any) -> None:
-    """Raise where a dense tensor's memory was freed: `untyped_storage().resize_(0)` leaves its shape."""
+    """Raise where a dense tensor has no memory: `untyped_storage().resize_(0)` leaves its shape, and zeros
+    among the gradients of PyTorch's forward mode never had any.
+    """
     if not x.data_ptr() and x.numel():
+        reason = (
+            "that stands for zeros, without memory"
+            if x._is_zerotensor()
+            else "whose memory was freed"
+        )
         raise ArgumentError(
-            f"{name}: got a tensor whose memory was freed; allowed: a tensor that holds its numbers"
+            f"{name}: got a tensor {reason}; allowed: a tensor that holds its numbers"
         )
 
 

@@ -28,6 +28,11 @@ uses; CUDA tensors to those of `numflash.cuda`, on the current stream. Nothing f
 PyTorch's kernels unless `use(fallback=True)` says so.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("numflash.torch needs PyTorch: pip install 'numflash[torch]'") from error
+
 from .checks import SdpaError
 from .flex import flex_attention
 from .routing import use

@@ -18,10 +18,12 @@ def as_key_lengths(
     """A mask and key lengths, the latter instead of a mask of nothing but padding."""
     if mask is None or lengths is not None or alignment != "upper_left":
         return mask, lengths  # with another alignment the diagonal would move with the lengths
+    if mask.layout is not torch.strided or mask.is_nested or mask.is_neg() or mask.requires_grad:
+        return mask, None  # which is refused elsewhere, or has a gradient
     batch, _, keys, _ = key.shape
     if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[3] != keys:
         return mask, None
-    found = None if 0 in mask.shape or mask.requires_grad else _key_lengths(mask, batch)
+    found = None if 0 in mask.shape else _key_lengths(mask, batch)
     return (mask, None) if found is None else (None, found)
 
 

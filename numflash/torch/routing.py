@@ -89,6 +89,9 @@ class use(TorchFunctionMode):
         self._logged: set[str] = set()
         self._entered: list[contextlib.ExitStack] = []
 
+    def __repr__(self) -> str:
+        return f"<numflash.torch.use: {self.calls} calls, {self.fallbacks.total()} fallbacks>"
+
     @property
     def calls(self) -> int:
         """Calls that numflash has answered."""

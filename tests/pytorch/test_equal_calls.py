@@ -438,6 +438,25 @@ def test_masks_whose_memory_was_freed(shape):
         nt.attention(Q, K, V, kept)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_masks_that_hold_no_numbers_of_their_own():
+    """Tensors with a negative bit hold the opposite of what stands in memory: plus infinity here."""
+    plan_store.runners.plans.clear()
+    hidden = torch.zeros(2, 1, 1, 53)
+    hidden[..., 40:] = -torch.inf
+    for _ in range(2):
+        for wrong, words in (
+            (torch._neg_view(hidden), "negative bit"),
+            (hidden.to_sparse(), "torch.sparse_coo"),
+            (torch.nested.as_nested_tensor(list(hidden)), "torch.strided"),
+        ):
+            with pytest.raises(ArgumentTypeError, match=f"attn_mask: got a tensor.*{words}"):
+                nt.attention(Q, K, V, wrong)
+        with pytest.raises(ArgumentError, match="attn_mask: got a tensor that stands for zeros"):
+            nt.attention(Q, K, V, torch._efficientzerotensor(2, 1, 1, 53))
+        nt.attention(Q, K, V, hidden)
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_gradients_of_equal_calls(with_lse, monkeypatch):
     """They follow the tensors and the number of threads; rows that float32 cannot hold are computed

@@ -36,6 +36,7 @@ def test_use_passes_the_weights_of_int8(pv):
     with torch.no_grad(), nt.use("int8", fallback=True, pv=pv) as routed:
         found = SDPA(Q, K, V), SDPA(Q, K, V, attn_mask=seen), torch_flex.flex_attention(Q, K, V)
     assert routed.calls == 3 and not routed.fallbacks
+    assert repr(routed) == "<numflash.torch.use: 3 calls, 0 fallbacks>"
     plain, masked = (
         numflash.attention(query, key, value, mask, precision="int8", pv=pv)
         for mask in (None, seen.numpy())
