@@ -164,6 +164,13 @@ def test_wrong_command_line(argv, capsys):
         (["explain", "--precision", "int3"], "precision: got 'int3'"),
         (["asm", "no-such-kernel"], "no-such-kernel"),
         (["asm", "--cpu", "a64fx", "--features=sve"], "features: got 'sve'"),
+        (
+            ["asm", "--cpu", "a64fx", "--features=-sve2,+svee"],
+            "features: got '-sve2,+svee', and LLVM knows no 'svee' of aarch64; allowed: + or - before a name, as sve,",
+        ),
+        (["asm", "portable", "--list"], "kernel: got portable, which --list does not use"),
+        (["asm", "--list", "--cpu", "a64fx"], "--cpu: got a64fx, which --list does not use"),
+        (["export", "--list", "--to", "x"], "--to: got x, which --list does not use"),
         (["explain", "99999999999"], "query: got (1, 1, 99999999999, 128)"),
         (["bench", "64", "64", "1", "999"], "threads: got 999"),
         (["bench", "64", "64", "1", "--threads", "998"], "threads: got 998"),

@@ -258,7 +258,13 @@ def test_host_target_is_what_numba_compiles_for():
 def test_bad_names_are_refused():
     with pytest.raises(ArgumentError, match="cpu: got 'a64'; allowed: 'host', 'a64fx'"):
         Target.named("a64")
-    for cpu, features in (("a64fx", "nonsense"), ("a64fx", "+sve,"), ("host", "-avx2")):
+    for cpu, features in (
+        ("a64fx", "nonsense"),
+        ("a64fx", "+sve,"),
+        ("a64fx", "+sve,-avx512f"),  # LLVM knows it of other CPUs
+        ("haswell", "+avx-vnni"),
+        ("host", "-avx2"),
+    ):
         with pytest.raises(ArgumentError, match=f"features: got '{re.escape(features)}'"):
             codegen.histogram("quantize-rows", cpu, features)
     with pytest.raises(ArgumentError, match="kernel: got 'nothing'; allowed: "):

@@ -50,6 +50,28 @@ def test_keys_and_values_of_other_lengths():
         numflash.attention(q, k, v[:, :, :5])
 
 
+def test_swapped_axes_are_shown():
+    q, k, v = qkv(l=6, s=6)
+    with pytest.raises(
+        ArgumentError, match=r"enable_gqa: .*query \(2, 6, 1, 4\) and key \(2, 1, 6, 4\)"
+    ):
+        numflash.attention(q.swapaxes(1, 2), k, v)
+
+
+def test_a_list_among_arrays():
+    q, k, v = qkv()
+    with pytest.raises(ArgumentTypeError, match=r"key: got dtype float32; .*lists .* are float64"):
+        numflash.attention(q.tolist(), k, v)
+
+
+def test_arguments_of_functions_are_named():
+    q, k, v = qkv()
+    with pytest.raises(ArgumentTypeError, match=r"5 arguments \(score, b, h, q_idx, kv_idx\)"):
+        numflash.flex_attention(q, k, v, lambda score, b, h: score)
+    with pytest.raises(ArgumentTypeError, match=r"4 arguments \(b, h, q_idx, kv_idx\)"):
+        numflash.create_block_mask(lambda q_idx, kv_idx: q_idx >= kv_idx, None, None, 8, 8)
+
+
 @pytest.mark.parametrize("dtype", [bool, F])
 def test_a_padding_mask(dtype):
     """(B, S), as tokenizers give it, aligns with (L, S) and not with the batch."""

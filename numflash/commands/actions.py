@@ -118,29 +118,31 @@ def warmup(args: argparse.Namespace) -> Any:
     return known
 
 
-# what each table of `bench` and `estimate` but the usual one uses, besides its own name; L of a plot
-# is a place
+# what each table of `bench` and `estimate` but the usual one uses, and a list of kernels, besides its
+# own name; L of a plot is a place
 USED = {
     **dict.fromkeys(("exp2", "unfused", "improvements", "attention", "check"), ("what", "cpu")),
+    "list": (),
     "decode": ("length", "threads", "number_of_threads"),
     "plot": ("length", "head_dim", "iterations", "threads", "number_of_threads"),
     "short": ("threads", "number_of_threads"),
     "study": (),
 }
 TABLES = ("plot", "short", "study")  # of `bench`, that an option asks for
+OPTIONS = (*TABLES, "list")
 ALWAYS = ("command", "function", "defaults", "sub", "json")
 PLACES = ("length", "head_dim", "iterations", "threads")
 
 
 def _refuse_unused(args: argparse.Namespace, table: str) -> None:
-    """Refuse what is given to a table of `bench` or `estimate` that does not use it."""
+    """Refuse what is given to a table of `bench` or `estimate`, or to --list, that does not use it."""
     for name in args.given:
         if name in (*ALWAYS, *USED[table], table):
             continue
         used = [x for x in USED[table] if x not in ("length", "number_of_threads", "what")]
         raise ArgumentError(
             f"{_shown(args, name)}: got {getattr(args, name)}, which "
-            f"{'--' * (table in TABLES)}{table} does not use; allowed: "
+            f"{'--' * (table in OPTIONS)}{table} does not use; allowed: "
             f"{', '.join(_shown(args, x) for x in used) or 'nothing beside it'}"
         )
 
@@ -149,6 +151,8 @@ def _shown(args: argparse.Namespace, name: str) -> str:
     """An argument as the command's help shows it."""
     if args.command == "bench" and name in PLACES:
         return "L" if name == "length" else name
+    if name == "kernel":
+        return name
     return "--threads" if name == "number_of_threads" else "--" + name.replace("_", "-")
 
 
@@ -217,6 +221,7 @@ def asm(args: argparse.Namespace) -> Any:
     from ..machinecode import codegen
 
     if args.list:
+        _refuse_unused(args, "list")
         print("\n".join(codegen.KERNELS))
         return sorted(codegen.KERNELS)
     if args.listing:
@@ -232,6 +237,7 @@ def export(args: argparse.Namespace) -> Any:
     from ..machinecode import export as job
 
     if args.list:
+        _refuse_unused(args, "list")
         known = job.kernels()
         for name, text in known.items():
             print(f"{name:<18} {text}")

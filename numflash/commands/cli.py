@@ -187,7 +187,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             option(
                 "--features",
                 default="",
-                help="LLVM's feature list for a named --cpu, as +sve,-sve2",
+                help="LLVM's feature list for a named --cpu, as +sve,-sve2; with =, if it begins with -",
             ),
             NAMES,
             flag("--listing", "the whole assembly text"),

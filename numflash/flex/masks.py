@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..interop.arrays import import_array, import_integers
 from .fused import Fused, fused_of
 from .prepared import EMPTY, FULL, PARTIAL, Prepared, prepare
@@ -316,11 +316,15 @@ class BlockMask:
         ------
         ArgumentError, ArgumentTypeError
             No such batch entry or head.
-        ImportError
+        UnsupportedError
             matplotlib is not installed.
         """
-        import matplotlib.pyplot as plt
-
+        try:
+            import matplotlib.pyplot as plt
+        except ModuleNotFoundError:
+            raise UnsupportedError(
+                "plot: matplotlib is not installed; pip install 'numflash[plot]'"
+            ) from None
         ax = plt.gca() if ax is None else ax
         states = self._of_head(b, h)
         extent = (0, self.seq_lengths[1], self.seq_lengths[0], 0)

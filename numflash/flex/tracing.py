@@ -351,8 +351,8 @@ def record(
                 "attribute of an attribute; allowed: arrays that are variables, as `table = x.table` before the function"
             ) from error
         raise ArgumentTypeError(
-            f"{name}: {_where(error)}{error}; allowed: {len(given)} arguments, arrays made outside of the function, "
-            f"operations of single numbers{_of_jax(error)}"
+            f"{name}: {_where(error)}{error}; allowed: {len(given)} arguments ({_argument_names(len(given))}), "
+            f"arrays made outside of the function, operations of single numbers{_of_jax(error)}"
         ) from error
     except (NumflashError, MemoryError):
         raise
@@ -361,6 +361,11 @@ def record(
             f"{name}: {_where(error)}{type(error).__name__}: {error}; allowed: a function that runs through "
             "when it is called once to record it"
         ) from error
+
+
+def _argument_names(count: int) -> str:
+    """What a function of so many arguments gets: a score function's five, a mask function's four."""
+    return ", ".join(("score", "b", "h", "q_idx", "kv_idx")[-count:])
 
 
 def _definition(function: Callable) -> str:

@@ -14,9 +14,12 @@ contexts of their own.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -83,7 +86,41 @@ class Target(NamedTuple):
             raise ArgumentError(
                 f"cpu: got {name!r}; allowed: 'host', {', '.join(map(repr, TRIPLES))}"
             )
+        for word in features.split(",") if features else ():
+            _check_feature(word, TRIPLES[name], features)
         return cls(TRIPLES[name], name, features)
+
+
+def _check_feature(word: str, triple: str, given: str) -> None:
+    """Raise ArgumentError for a feature that LLVM would leave out, with a warning of its own only."""
+    known = _known_features(triple)
+    if known and word[1:] not in known:
+        near = difflib.get_close_matches(word[1:], known, 5, 0.5) or known
+        raise ArgumentError(
+            f"features: got {given!r}, and LLVM knows no {word[1:]!r} of {triple.split('-')[0]}; "
+            f"allowed: + or - before a name, as {', '.join(near)}"
+        )
+
+
+_ASK = """
+import sys
+import llvmlite.binding as llvm
+llvm.initialize_all_targets()
+llvm.Target.from_triple(sys.argv[1]).create_target_machine(features="+help")
+"""
+
+
+@functools.cache
+def _known_features(triple: str) -> tuple[str, ...]:
+    """LLVM's names of a triple's features; none where it does not tell.
+
+    It prints them to the process's standard error and returns nothing, so another process asks.
+    """
+    said = subprocess.run(
+        [sys.executable, "-c", _ASK, triple], capture_output=True, text=True, timeout=60
+    ).stderr
+    _, _, listed = said.partition("Available features")
+    return tuple(re.findall(r"^  ([\w.-]+) +- ", listed, re.M))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import transformers
-from packaging.version import Version
-
 from ..errors import UnsupportedError
+
+try:
+    import torch  # noqa: F401
+    import transformers
+    from packaging.version import Version
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"numflash.transformers: {missing}; pip install 'numflash[transformers]'", name=missing.name
+    ) from missing
 
 OLDEST = "5.20"  # before it a cache could not ask for the options of each layer
 

@@ -73,7 +73,8 @@ def check_shapes(
     if k[1] != q[1]:
         if not enable_gqa:
             raise ArgumentError(
-                f"enable_gqa: got False with {q[1]} query and {k[1]} key heads; allowed: True, or equal heads"
+                f"enable_gqa: got False with {q[1]} query and {k[1]} key heads, of query {q} and key {k} {shown}; "
+                "allowed: True, or equal heads"
             )
         if q[1] % k[1]:
             raise ArgumentError(
@@ -146,7 +147,10 @@ def problem_of(
                 "or uint16 (the bits of bfloat16) with precision='bfloat16'"
             )
         if x.dtype != dtype:
-            raise ArgumentTypeError(f"{name}: got dtype {x.dtype}; allowed: the query's, {dtype}")
+            lists = " (lists of numbers are float64)" if "float64" in (x.dtype, dtype) else ""
+            raise ArgumentTypeError(
+                f"{name}: got dtype {x.dtype}; allowed: the query's, {dtype}{lists}"
+            )
         if x.array.ndim != taken["query"].array.ndim:
             raise ArgumentError(
                 f"{name}: got shape {x.array.shape}; allowed: the query's {taken['query'].array.ndim} dimensions"

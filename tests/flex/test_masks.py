@@ -2,13 +2,14 @@
 
 import copy
 import pickle
+import sys
 
 import numpy as np
 import pytest
 
 import numflash
 from flex import gallery as g
-from numflash.errors import ArgumentError, ArgumentTypeError
+from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from numflash.flex.fused import spans
 
 EXACT = [g.causal, g.sliding_window, g.prefix_lm, g.documents, g.padded, g.local_and_sinks]
@@ -111,6 +112,13 @@ def test_names_that_change_after_a_mask_was_made():
         numflash.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     mask.mask_mod = lambda b, h, i, j: i - j < width  # another function, as for another offset
     numflash.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def test_plot_needs_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(UnsupportedError, match=r"plot: .*pip install 'numflash\[plot\]'"):
+        numflash.create_block_mask(g.causal, None, None, 64, 64, 16).plot()
 
 
 def test_plot():

@@ -4,6 +4,8 @@ import copy
 import doctest
 import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -105,6 +107,14 @@ def test_an_older_release_is_refused_at_once(monkeypatch):
         UnsupportedError, match=r"transformers: got release 5\.19\.3; allowed: 5\.20"
     ):
         check_release()
+
+
+@pytest.mark.parametrize("absent", ["torch", "transformers"])
+def test_a_missing_package_names_the_extra(absent):
+    code = f"import sys; sys.modules[{absent!r}] = None; import numflash.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ModuleNotFoundError: numflash.transformers: " in done.stderr
+    assert absent in done.stderr and "pip install 'numflash[transformers]'" in done.stderr
 
 
 def test_the_docstring_of_the_module():
