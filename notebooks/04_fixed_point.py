@@ -14,7 +14,7 @@
 # >
 # > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [03](03_int8.ipynb).
+# > **Time:** 35 minutes to read, 20 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [03](03_int8.ipynb).
 # >
 # > **Terms:** [fixed point](../docs/glossary.md#fixed-point), [octave](../docs/glossary.md#octave), [saturation](../docs/glossary.md#saturation).
 # >
@@ -38,10 +38,17 @@ from numflash.numerics import fixedpoint as fx
 from numflash.reference import integer_model, integer_steps
 
 # %% [markdown]
+# **The question:** softmax needs an exponential for every score. Can integers alone compute it, and how exact must it be?
+#
 # ## Fixed point: an integer that counts fractions
 #
-# Q8.8 is an int16 that counts in 1/256: 8 bits before the point, 8 after it. Q16.16 counts in 1/65536. Addition is integer
-# addition. A product has the fraction bits of both, so it is shifted back.
+# No integer is 1.5. But 384 can stand for it, if everybody knows that it counts in steps of 1/256: 384 / 256 = 1.5. Such numbers are called
+# *fixed point*. **Q8.8** is an int16 in steps of 1/256: 8 bits before the point, 8 after it. **Q16.16** has 32 bits and counts in steps of
+# 1/65536.
+#
+# * A sum is a sum of integers: 1.5 + 0.25 is 384 + 64 = 448, and 448 / 256 = 1.75.
+# * A product counts in steps of 1/256 of 1/256. Shifting it right by 8 bits (`>> 8`, which divides by 256) brings it back: 384 * 64 =
+# 24576, and   24576 >> 8 = 96, which is 0.375.
 
 # %%
 a, b = round(2.71828 * 256), round(1.5 * 256)
@@ -60,8 +67,8 @@ def to_q8(x):
 check("04.1", to_q8)
 
 # %% [markdown]
-# The check tries 181, a number beyond the end. Scores of this size occur. With D = 128 and int8 entries for data of spread 1 and largest magnitude 4, a score q.k / sqrt(128)
-# can reach
+# The check tries 181, a number beyond the end. Scores of this size occur. Say the largest number of q and of k is 4, so that the byte 127
+# stands for 4. If all 128 numbers of both are that large, the score q.k / sqrt(128) is
 
 # %%
 largest = 127 * 127 * 128 * (4 / 127) ** 2 / np.sqrt(128)
@@ -82,11 +89,23 @@ assert (65536 * 65536) % (1 << 32) == 0
 #
 # ## 2**x by a shift
 #
-# exp(x) = 2**(x log2 e), so softmax can count in octaves. 2**x = 2**whole * 2**fraction: the whole part is a shift, and only
-# the fraction, between 0 and 1, needs a formula. The scores are taken relative to the row's maximum, so we need 2**-y for y >=
-# 0. Here is what ships. `f` is the fraction of y, moved from 8 to 16 fraction bits. Two multiplications, each shifted back by 16, make `h` =
-# f * (A - B * f) with two constants, and 1 - h is nearly 2**-f. The last line shifts that right by the whole part of y. A is B + 1/2, so f = 1
-# would give exactly 1/2: the formula does not jump from one octave to the next.
+# exp(x) = 2**(x log2 e), so let softmax count in octaves (chapter 01), relative to the largest score of the row. A key that is y octaves
+# below it has the weight 2**-y, and y is 0 or more. Split y into its whole part w and its fraction f, a number from 0 to 1:
+#
+# $$2^{-y} = 2^{-w} \; 2^{-f}$$
+#
+# 2**-w is a shift to the right by w bits. Only 2**-f needs a formula, and only for one octave. By hand, for y = 2.25:
+#
+# * w = 2 and f = 0.25, and 2**-0.25 is 0.8409, in Q16.16 the integer 55109,
+# * 55109 >> 2 = 13777, and 13777 / 65536 = 0.2102, which is 2**-2.25.
+#
+# Here is what ships. It takes y in Q8.8. Its lines are:
+#
+# * `f`: the fraction, moved from 8 to 16 fraction bits,
+# * `g` and `h`: two multiplications, each shifted back by 16, make h = f * (A - B * f) with two constants A and B. 1 - h is nearly 2**-f,
+# * the last line: 1 - h, shifted right by w.
+#
+# A is B + 1/2. So f = 1 gives exactly 1/2, with which the next octave begins: the formula has no jump there.
 
 # %%
 print(inspect.getsource(fx.exp2_quadratic))
@@ -95,9 +114,10 @@ got = int(fx.exp2_quadratic(np.uint32(y)))
 print(f"y = {y} in Q8.8 is {y / 256}; 2**-y = {2 ** (-y / 256):.6f}; exp2_quadratic gives {got}, which is {got / 65536:.6f}")
 
 # %% [markdown]
-# The cheapest formula for the fraction is a straight line. A common one is `2^x = (256 + 177 * frac) >> (-int)`. 177/256 is nearly ln 2,
-# the slope of 2**f at f = 0. So the line is the tangent at f = 0, and everywhere else it lies below the curve. Cheaper still is `2**floor`: it
-# takes the whole part only and leaves the fraction out. The table compares both with what ships, and with a cubic:
+# The cheapest formula for the fraction is a straight line. A common one is `2^x = (256 + 177 * frac) >> (-int)`, where x is int + frac, and
+# int is x rounded down. 177/256 is nearly ln 2, the slope of 2**f at f = 0. So the line is the tangent at f = 0, and everywhere else it
+# lies below the curve. Cheaper still is `2**floor`: it takes the whole part only and leaves the fraction out. The table compares both with
+# what ships, and with a cubic:
 
 # %%
 VARIANTS = {"line177": "tangent line", "quadratic": "quadratic", "cubic": "cubic", "ultra": "2**floor"}

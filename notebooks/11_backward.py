@@ -3,7 +3,7 @@
 #
 # After this chapter you can
 #
-# * derive the gradients of attention, and say what the term D = rowsum(dO * O) is for,
+# * derive the gradients of attention, and say what the term delta = rowsum(dO * O) is for,
 # * explain why one number per row is all that the forward pass has to keep,
 # * check a gradient in two ways that do not trust it,
 # * count the products of a backward pass, and see why more workers must not mean other bits.
@@ -13,7 +13,7 @@
 # >
 # > **Where you are:** optional: on neither path (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [07](07_fused.ipynb).
+# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [07](07_fused.ipynb).
 # >
 # > **Terms:** [backward](../docs/glossary.md#backward), [log sum exp](../docs/glossary.md#log-sum-exp).
 # >
@@ -47,25 +47,39 @@ def normal(*shape):
 
 
 # %% [markdown]
-# ## The mathematics, on one screen
+# **The question:** training moves each number of Q, K and V so that a loss becomes smaller. For this it needs their *gradients*. Must the
+# forward pass keep the L x S weights P for that?
 #
-# Forward: S = Q K^T * scale, P = softmax(S) row by row, O = P V. Training gives dO, the derivative of the loss with respect to each
-# number of O. The gradients of the two products follow the rule for every product of matrices:
+# ## The mathematics, step by step
 #
-# $$dV = P^T dO, \qquad dP = dO\,V^T, \qquad dQ = dS\,K \cdot scale, \qquad dK = dS^T Q \cdot scale$$
+# The gradient dX of an array X has the shape of X. It says for each number of X how much the loss grows if that number grows by 1 (for small
+# steps, in proportion). Forward computes S = Q K^T * scale with scale = 1 / sqrt(head size), P = softmax(S) row by row, and O = P V. Given
+# is dO; wanted are dQ, dK and dV. Go backward through the three steps.
 #
-# In between lies softmax. Its row sums to one, so raising one score takes weight from all others. For one row with weights P_j = exp(S_j) /
-# sum, the derivative of P_j with respect to S_k is P_j (1 - P_j) if j = k, and -P_j P_k otherwise. Adding up the effects of S_k on all P_j gives
+# **Step 1: O = P V.** Value j enters row i of O with the factor P_ij. So it gets back the sum over i of P_ij dO_i. And the weight P_ij
+# multiplies value j, so it gets back dO_i . V_j. For all rows together:
 #
-# $$dS_k = \sum_j dP_j \, \frac{\partial P_j}{\partial S_k} = P_k \, dP_k - P_k \sum_j P_j \, dP_j = P_k \, (dP_k - D)$$
+# $$dV = P^T dO, \qquad dP = dO\,V^T$$
 #
-# with D, the row's weighted mean of dP. (The papers call it D, as they call the head size; the code below calls it `delta`.) For all rows
-# together this is dS = P * (dP - D). The mean needs no P at all: the sum over j of P_ij dP_ij is the sum over j of P_ij (dO_i . V_j), and
-# that is dO_i . O_i.
+# **Step 2: softmax.** The weights of a row sum to 1, so raising one score takes weight from all others. The derivative of P_j with respect to
+# S_k is P_j (1 - P_j) if j = k, and -P_j P_k otherwise. Adding up the effects of S_k on all P_j of its row gives
 #
-# A loss may also use the log-sum-exp L of a row: a "z-loss" keeps it small, and merging two parts of the keys weighs each by it. The derivative
-# of L with respect to S_k is the softmax, P_k, so that dS_k grows by P_k dL. Put together, dS_k = P_k (dP_k - (D - dL)): nothing changes but the
-# number that is subtracted. `attention_backward(grad_lse=)` takes dL.
+# $$dS_k = \sum_j dP_j \, \frac{\partial P_j}{\partial S_k} = P_k \, dP_k - P_k \sum_j P_j \, dP_j = P_k \, (dP_k - \delta)$$
+#
+# where delta is the mean of dP over the row, weighted with P. (The papers call it D. Here D is the head size.) With two keys, P = (0.75,
+# 0.25) and dP = (2, -2): delta = 0.75 * 2 - 0.25 * 2 = 1, and dS = (0.75 * (2 - 1), 0.25 * (-2 - 1)) = (0.75, -0.75). The two sum to 0, as
+# they must: raising all scores by the same number changes no weight.
+#
+# **Step 3: S = Q K^T * scale.** By the rule of step 1:
+#
+# $$dQ = dS\,K \cdot scale, \qquad dK = dS^T Q \cdot scale$$
+#
+# **delta without P.** The sum over j of P_ij dP_ij is the sum over j of P_ij (dO_i . V_j). The sum over j of P_ij V_j is O_i, so it is dO_i
+# . O_i: one dot product of two rows that are known.
+#
+# **If the loss uses the log-sum-exp, too.** (A "z-loss" keeps the log-sum-exp L of a row small, and merging two parts of the keys weighs
+# each by it.) The derivative of L with respect to S_k is P_k, so dS_k grows by P_k dL, and dS_k = P_k (dP_k - (delta - dL)): only the
+# number that is subtracted changes. `attention_backward(grad_lse=)` takes dL.
 
 # %%
 def definition(do, q, k, v, causal=False):
@@ -84,7 +98,7 @@ def definition(do, q, k, v, causal=False):
 
 # %% [markdown]
 # **Exercise 1.** Softmax alone: from weights `p` (n,) of one row and the gradient `dp` (n,) of these weights, the gradient of
-# the scores.
+# the scores. (Try the two keys above before you `check`.)
 
 # %% tags=["exercise"]
 def softmax_backward(p, dp):
@@ -104,10 +118,11 @@ table(["kept for the backward pass", "MB"],
       [["P, all of it", 4 * heads * length**2 / 1e6], ["LSE, one number per row", 4 * heads * length / 1e6]])
 
 # %% [markdown]
-# P_ij = exp(S_ij - LSE_i) gives any tile of it back: the sum of a row is inside LSE, no maximum and no division is needed. So the
-# backward pass computes Q K^T once more. On a GPU that takes less time than reading P from memory: the same trade as in the forward pass.
-# On a CPU core it need not (with the peaks of chapter 00, 128 operations for a score at D = 64 take longer than reading 4 bytes). There
-# the reason is the room: the first row of the table is one layer of a model.
+# LSE_i, the log-sum-exp of row i, is the logarithm of the sum of exp(S_ij) over its keys. So P_ij = exp(S_ij) / sum = exp(S_ij - LSE_i):
+# that gives any tile of P back, without a maximum and without a division. (Two scores of ln 3 and 0: the sum is 4, LSE = ln 4, and exp(ln 3
+# - ln 4) = 0.75, as above.) So the backward pass computes Q K^T once more. On a GPU that takes less time than reading P from memory: the
+# same trade as in the forward pass. On a CPU core it need not (with the peaks of chapter 00, 128 operations for a score at D = 64 take
+# longer than reading 4 bytes). There the reason is the room: the first row of the table is one layer of a model.
 #
 # (The code below computes exp2(S' - LSE'), with S' and LSE' in octaves: both sides times log2(e). It is the same number, and
 # exp2 is what the machine computes fast.)
@@ -193,7 +208,7 @@ equal = all(np.array_equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True)
 print(f"equal bits on 1 and {most()} threads: {equal}")
 
 # %% [markdown]
-# Its tile is transposed: rows are keys, columns are queries. LSE and D are then along the lanes of the vectors, where
+# Its tile is transposed: rows are keys, columns are queries. LSE and delta are then along the lanes of the vectors, where
 # subtracting them costs one instruction; and P^T and dS^T are already what dV and dK need. Only dQ needs dS transposed, in
 # registers. The working set:
 

@@ -40,19 +40,31 @@ u32, f32, i32 = np.uint32, np.float32, np.int32
 device = card()
 
 # %% [markdown]
+# **The question:** a product of two matrices is shared out among 32 threads. Which thread holds which number, and must the weights of
+# attention move between threads before they are multiplied with V?
+#
 # ## One instruction, 32 threads
 #
 # A *tensor core* is a unit of the GPU that multiplies small matrices. A *half* is a float16, 2 bytes; a register of 32 bits holds two. The
 # 32 threads of a warp are called *lanes* 0 to 31.
 #
-# `mma.m16n8k16` multiplies a 16 x 16 matrix A by a 16 x 8 matrix B and adds the product to a 16 x 8 matrix C. No single thread has these
-# matrices. Each lane holds a *fragment*: of A four registers with two halves, of B two, of C four floats. Which lane holds what is
-# written in the PTX manual (the section on the matrix fragments of `mma.m16n8k16` with floating point types). The kernel below computes
-# it from group = lane / 4 and t = lane % 4:
+# The instruction `mma.m16n8k16` computes C += A B: A is 16 x 16 (m x k), B 16 x 8 (k x n), C 16 x 8 (m x n). For scores, A is 16 queries of
+# 16 channels, B 8 keys of the same channels, and C the 16 x 8 scores. No single thread has these matrices. Each lane holds a *fragment*
+# (a part) of each, in registers: of A four with two halves each, of B two, of C four floats.
 #
-# (`numflash.cuda.instructions.ptx` gives PTX instructions that Numba lacks a name in Python; `mma(fc, 0, fa, 0, fb, 0)` is the product of
-# the arrays' elements from 0 on. `x.view(u32)` shows an array of halves as pairs. `x >> n` is x // 2**n, and `x & 3` is x % 4: a GPU has
-# single instructions for them.)
+# Which lane holds what is written in the PTX manual (the section on the matrix fragments of `mma.m16n8k16` with floating point types). It
+# follows from two numbers, group = lane / 4 (0 to 7) and t = lane % 4 (0 to 3). For lane 5 they are 1 and 1:
+#
+# | lane 5 | holds | in general |
+# |---|---|---|
+# | B, register 0 | key 1, channels 2 and 3 | key group, channels 2 t and 2 t + 1 |
+# | B, register 1 | key 1, channels 10 and 11 | the same, 8 channels further |
+# | C, floats 0 and 1 | row 1, columns 2 and 3 | row group, columns 2 t and 2 t + 1 |
+# | C, floats 2 and 3 | row 9, columns 2 and 3 | the same, 8 rows below |
+#
+# (A follows in exercise 1. In the code below, `numflash.cuda.instructions.ptx` has PTX instructions that Numba has no name for;
+# `mma(fc, 0, fa, 0, fb, 0)` is the product of the arrays' elements from 0 on. `x.view(u32)` shows an array of halves as pairs. `x >> n` is
+# x // 2**n, and `x & 3` is x % 4: a GPU has single instructions for them.)
 
 # %%
 mma = ptx.mma["float16"]
@@ -81,9 +93,9 @@ print(f"{report.tensor_operations} operation, {report.tensor_flops} flop, larges
 assert report.tensor_flops == 2 * 16 * 8 * 16 and np.abs(c - exact).max() < 1e-5
 
 # %% [markdown]
-# 4096 flop in one instruction. A warp's multiply-add does 64. An instruction does 64 times as much, but takes longer: an L4 does 121
-# TFLOP/s of float16 products and 30 TFLOP/s of float32 multiply-adds, 4 to 1; an A100 16 to 1. Only products gain: loads, address
-# arithmetic and the softmax do not get faster.
+# Each of the 16 x 8 results is a sum of 16 products, so one instruction does 2 * 16 * 8 * 16 = 4096 operations (flop). A multiply-add of all
+# 32 lanes does 64. But the larger instruction takes longer: an L4 does 121 TFLOP/s of float16 products and 30 TFLOP/s of float32
+# multiply-adds, 4 to 1; an A100 16 to 1. Only products gain: loads, address arithmetic and the softmax do not get faster.
 #
 # Drawn, each cell with the number of its lane. The tint is the register: white is register 0, and the darker, the higher its number:
 
@@ -130,8 +142,16 @@ check("14.1", element)
 # Filling A as above takes four loads and their addresses. `ldmatrix` fetches four 8 x 8 matrices of halves from shared memory at once:
 # lane n gives the address of one row of 16 bytes, and the hardware gives each thread the pair that the product needs.
 #
-# For V there is more to it. Keys are the k of the product P . V, so a register of B must hold two neighbouring *keys* of one
-# channel. In memory they are a row apart; no 32-bit load gets them. `ldmatrix.trans` transposes each 8 x 8 on the way.
+# V needs one thing more. In the product P . V the sum runs over keys: keys are the k now, and a register of B must hold two neighbouring
+# *keys* of one channel. Take the corner of V
+#
+# | | channel 0 | channel 1 |
+# |---|---|---|
+# | key 0 | a | b |
+# | key 1 | c | d |
+#
+# Memory holds a, b, ..., c, d, row after row. A load of 32 bits at a gives the pair (a, b), one key; the product needs (a, c), one channel.
+# `ldmatrix.trans` transposes each 8 x 8 on the way.
 
 # %%
 def weigh(p, v, out, transpose):

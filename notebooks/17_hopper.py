@@ -8,8 +8,11 @@
 # * multiply with `wgmma`, whose operands stay in shared memory and whose result comes later,
 # * say what specialised warps and overlap are for, and how much they can gain at your head size.
 #
-# All of it exists from the H100 on (sm_90a). A kernel needs none of it to be right, only to be fast. A mistake
-# with it can stay unnoticed for long, so most of the emulator's rules are about this part.
+# **The question:** in chapter 16 every warp copied tiles *and* multiplied. Can the copying be taken from the warps that multiply, and how does a
+# warp then know that its tile has come?
+#
+# All of this exists from the H100 on (sm_90a). A kernel needs none of it to be right, only to be fast. A mistake with it can stay
+# unnoticed for long, so most of the emulator's rules are about this part.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** One warp copies tiles, the others multiply; barriers that count bytes say when a tile is ready.
@@ -103,17 +106,29 @@ print(f"{report.tma_copied} bytes copied")
 # ## mbarrier: a barrier that counts bytes
 #
 # A block barrier waits for threads. An *mbarrier* is stored in shared memory, counts arrivals **and** bytes, and can be waited for by
-# others than those that arrive. When both counts are complete, its phase ends and the next begins. A thread that waits names the phase by
-# its parity, 0 or 1: `wait(bar, p)` returns when the phase with parity p is over. A new barrier is in phase 0, then 1, 2, 3 and so on; the
-# parity of a phase is its number modulo 2. (One bit is enough, because no thread can be more than one phase behind.)
+# others than those that arrive. When both counts are complete, its *phase* ends and the next begins: 0, 1, 2, 3 and so on. The *parity* of a
+# phase is its number modulo 2. A thread that waits names the phase by its parity: `wait(bar, p)` returns when the phase with parity p is
+# over. (One bit is enough, because no thread can be more than one phase behind.)
 #
-# FlashAttention-3 keeps tiles in a *ring* of stages; a stage is a place for one tile in shared memory. One warp, the *producer*, copies
-# tiles into the stages. Other warps, the *consumers*, compute with them. Each stage has two barriers: *full* (the tile has come) and
-# *empty* (all have read it). Tile n goes to stage n % stages, and each use of a stage is a phase of its barriers.
+# FlashAttention-3 keeps tiles in a *ring* of stages:
 #
-# **Exercise 1.** For tile n: its stage, the parity the consumers wait for on *full*, and the parity the producer waits for on
-# *empty* before it overwrites the stage. (On a fresh ring the producer must not wait: ask for the parity of the phase *before* the
-# first, 1.)
+# * A *stage* is a place for one tile in shared memory. Tile n goes to stage n % stages.
+# * One warp, the *producer*, copies tiles into the stages. Other warps, the *consumers*, compute with them.
+# * Each stage has two barriers: *full* (the tile has come) and *empty* (all consumers have read it). Each use of a stage is one phase of both.
+#
+# With two stages, stage 0 holds the tiles 0, 2, 4. This happens at its barriers:
+#
+# | tile | the consumers wait for | the producer waits for, before it copies |
+# |---|---|---|
+# | 0 | phase 0 of full, parity 0 | nothing: the stage is new |
+# | 2 | phase 1 of full, parity 1 | phase 0 of empty (tile 0 has been read), parity 0 |
+# | 4 | phase 2 of full, parity 0 | phase 1 of empty (tile 2 has been read), parity 1 |
+#
+# For tile 0 the producer calls the same `wait`, with parity 1: that stands for the phase *before* phase 0, which counts as over, so the call
+# returns at once.
+#
+# **Exercise 1.** For tile n of a ring of `stages` stages: its stage, the parity the consumers wait for on *full*, and the parity the producer
+# waits for on *empty* before it overwrites the stage. (The table has the answers for n = 0, 2 and 4 of two stages.)
 
 # %% tags=["exercise"]
 def place(n, stages):
@@ -162,9 +177,10 @@ check("17.2", pipeline)
 # %% [markdown]
 # ## wgmma: operands in shared memory, results later
 #
-# `wgmma.m64n64k16` belongs to 128 threads, four warps, a *warpgroup*. It reads both operands from shared memory, so there is no `ldmatrix`, and
-# no registers hold operands. Their places are given by *descriptors*, numbers of 64 bits that hold the start of a tile, its strides
-# and its swizzle. And it is asynchronous, in four steps:
+# `wgmma.m64n64k16` belongs to 128 threads, four warps, a *warpgroup*. It multiplies 64 x 16 by 16 x 64 numbers: 2 * 64 * 64 * 16 operations, as
+# many as 32 of chapter 14's products. It reads both operands from shared memory, so there is no `ldmatrix`, and no registers hold operands.
+# Where they are, it is told by *descriptors*, numbers of 64 bits that hold the start of a tile, its strides and its swizzle. And it is
+# asynchronous, in four steps:
 #
 # * `wgmma_fence` says that ordinary instructions are done with the registers of the sums; from now on the tensor core may change them.
 # * `multiply` only *starts* a product. The next line of the program runs before it is done.
@@ -277,12 +293,14 @@ table(["D", "products, ps per score", "exponential, ps per score", "ratio", "one
 assert 0.45 < share[128] < 0.55 and share[64] > 0.95
 
 # %% [markdown]
-# At D = 64 the exponentials take as long as all products. If they wait for each other, half of the time of either unit is lost. Two
-# things let them run side by side. Within one warpgroup the order of the starts changes, since products are asynchronous (rung 9a): start
-# S of tile n, start O of tile n - 1, wait for S only, and do the softmax of tile n while O runs. And the two warpgroups take turns,
-# *ping-pong*: the products of one run during the softmax of the other. Without help they may or may not alternate in this way. Rung 9b
-# makes sure, with two *named barriers* (barriers of the block with numbers, for some of its warps): a warpgroup that has started its
-# products lets the other one go.
+# At D = 64 the exponentials take as long as all products. If they wait for each other, each of the two units stands still for half of the
+# time. Two things let them run side by side:
+#
+# * *Within a warpgroup* (rung 9a), the order of the starts changes, since products are asynchronous. Start S of tile n; start O of tile n - 1;
+#   wait for S only; do the softmax of tile n while O runs.
+# * *Between the two warpgroups* (rung 9b), they take turns, called *ping-pong*: the products of one run during the softmax of the other. By
+#   themselves they may or may not come to alternate. Two *named barriers* (barriers of the block with numbers, for some of its warps) make
+#   sure: a warpgroup that has started its products lets the other one go.
 #
 # A model of both: two units, each serves in the order of asking; a product of a tile takes 0.5, its exponentials the ratio above.
 

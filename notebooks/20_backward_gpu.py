@@ -8,7 +8,8 @@
 # * predict products, traffic and registers of each pass, and find the counters agree,
 # * say what must be saved for backward, how many kernels it takes, and what it costs at least.
 #
-# Chapter 11 has the mathematics. Its two passes are the two passes here.
+# **The question:** blocks of threads run in any order and cannot wait for one another. Which block adds up which gradient, so that no two of
+# them add to the same number?
 
 # %% [markdown] tags=["map"]
 # > **The idea:** Two passes, each sum with one owner: no atomics, the same bits every time.
@@ -46,13 +47,27 @@ device = card()
 # %% [markdown]
 # ## Which block owns what
 #
-# $$P = e^{S - LSE},\quad dP = dO\,V^T,\quad dS = P * (dP - D),\quad dV = P^T dO,\quad dK = dS^T Q\cdot scale,\quad
-# dQ = dS\,K\cdot scale$$
+# Chapter 11 has the mathematics. For one head of L queries and S keys, with d channels:
 #
-# (D is the row's sum of dO * O, chapter 11's `delta`, not the head size.) dV and dK are sums over queries, dQ is a sum over keys. A block that owns keys can keep dV and dK in registers; one that owns
-# queries can keep dQ. A block that computes all three in one pass adds one of them in global memory, where other blocks add too.
+# | name | size | is |
+# |---|---|---|
+# | S | L x S | Q K^T * scale, the scores |
+# | LSE | L | the log-sum-exp of each row, kept by the forward pass |
+# | P | L x S | exp(S - LSE), the weights |
+# | dO | L x d | the gradient of the output: given |
+# | dP | L x S | dO V^T |
+# | delta | L | the sum of dO * O over the channels of a row (the papers' D) |
+# | dS | L x S | P * (dP - delta) |
 #
-# So, two passes. In `kernels/backward.py` they are one kernel, because they mirror each other:
+# $$dV = P^T dO,\quad dK = dS^T Q\cdot scale,\quad dQ = dS\,K\cdot scale$$
+#
+# dV and dK are sums over queries, dQ is a sum over keys. Cut the matrices into 2 x 2 tiles, and call the tile of queries i and keys j (i, j). Then
+# dK of keys 0 needs the tiles (0, 0) and (1, 0), a column; dQ of queries 0 needs (0, 0) and (0, 1), a row. A block that owns keys 0 goes down the
+# column and keeps dV and dK in registers. A block that owns queries 0 goes along the row and keeps dQ. But a block that computes all three in
+# one pass must add one of them in global memory, where other blocks add too: going down column 0 it adds to dQ of queries 0, and so does the
+# block of column 1.
+#
+# So, two passes, and each tile is computed twice. In `kernels/backward.py` they are one kernel, because they mirror each other:
 #
 # | pass | own rows | tiles come from | two products | sums |
 # |---|---|---|---|---|
@@ -74,7 +89,7 @@ print(f"{registers} registers of two halves; the same (lane, place) for all 256 
 #
 # ## It runs
 #
-# Output and LSE come from float64; a small kernel then makes D = rowsum(dO * O), and converts LSE to units of log2. Three launches.
+# Output and LSE come from float64; a small kernel then makes delta = rowsum(dO * O), and converts LSE to units of log2. Three launches.
 
 # %%
 def exact(q, k, v, do, causal=False):
@@ -102,7 +117,8 @@ assert max(errors) < 1e-3                                  # float16 keeps 11 bi
 # ## Products, predicted
 #
 # **Exercise 1.** How many m16n8k16 products (4096 flop each) do the two passes take for `queries` x `keys` with `d` channels, all
-# multiples of 64? A pair: keys' pass, queries' pass.
+# multiples of 64? A pair: keys' pass, queries' pass. (The table above lists the products of matrices in each pass. A product of 64 x 64 results
+# with 64 channels has 2 * 64 * 64 * 64 flop, which are 128 of m16n8k16.)
 
 # %% tags=["exercise"]
 def products(queries, keys, d):
@@ -138,8 +154,9 @@ table(["", "products", "exp2 and other special", "warp instr.", "per product", "
 #
 # ## Bits
 #
-# FlashAttention-2 takes the one pass: its blocks own keys, and add to dQ with atomic additions, in whatever order they come. Here
-# is what that does to dQ: the same contributions of 16 blocks of keys, added in float32 in 100 orders.
+# Floats are rounded after each addition, so the order matters: in float32 (1e8 + 1) - 1e8 is 0, and (1e8 - 1e8) + 1 is 1. FlashAttention-2
+# takes the one pass: its blocks own keys, and add to dQ with atomic additions, in whatever order they come. What that does to
+# dQ: the same contributions of 16 blocks of keys, added in float32 in 100 orders.
 
 # %%
 long = [rng.standard_normal((1024, d)).astype(np.float16) for _ in range(4)]
@@ -183,7 +200,7 @@ assert ours == 1 and all(np.allclose(x[0, 0], right, atol=4e-3) for x, right in 
 #
 # ## Traffic, predicted
 #
-# A block of the keys' pass reads 64 rows of K and V once; per tile of 64 queries Q, dO, and 8 bytes per query (LSE and D).
+# A block of the keys' pass reads 64 rows of K and V once; per tile of 64 queries Q, dO, and 8 bytes per query (LSE and delta).
 #
 # **Exercise 2.** Bytes that the keys' pass reads from global memory, one head of float16, `queries` and `keys` multiples of 64.
 
@@ -256,7 +273,7 @@ except numflash.errors.UnsupportedError as error:
 # A framework calls backward long after forward. A first sketch would save q, k and v and call one kernel with them and dO. It forgets three
 # things.
 #
-# **What is saved.** LSE and O have to be saved too. D needs O, every P needs LSE; both are what a forward pass makes.
+# **What is saved.** LSE and O have to be saved too. delta needs O, every P needs LSE; both are what a forward pass makes.
 # FlashAttention-2 saves q, k, v, out and softmax_lse. Without them backward must run forward first:
 
 # %%

@@ -81,7 +81,7 @@ CHAPTERS = {
     ),
     "04": Chapter(
         "04_fixed_point",
-        (30, 20),
+        (35, 20),
         "2**x is a shift and a small polynomial, so softmax can run in integers.",
         ("01", "03"),
         ("fixed-point", "octave", "saturation"),
@@ -174,7 +174,7 @@ CHAPTERS = {
     ),
     "11": Chapter(
         "11_backward",
-        (25, 15),
+        (30, 15),
         "Keep one number per row and compute the weights again.",
         ("01", "07"),
         ("backward", "log-sum-exp"),

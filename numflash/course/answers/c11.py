@@ -19,7 +19,7 @@ EXERCISES = {
         "gradient of the scores",
         (
             "Raising every score by the same number changes nothing, so the result sums to 0.",
-            "dS = P * (dP - D). D is the mean of dp, weighted with p.",
+            "dS = P * (dP - delta). delta is the mean of dp, weighted with p.",
         ),
         model=softmax_backward,
         cases=((_row, np.array([1.0, 2.0, -3.0])), (_row, np.ones(3))),
