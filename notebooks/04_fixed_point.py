@@ -47,8 +47,8 @@ from numflash.reference import integer_model, integer_steps
 # 1/65536.
 #
 # * A sum is a sum of integers: 1.5 + 0.25 is 384 + 64 = 448, and 448 / 256 = 1.75.
-# * A product counts in steps of 1/256 of 1/256. Shifting it right by 8 bits (`>> 8`, which divides by 256) brings it back: 384 * 64 =
-# 24576, and   24576 >> 8 = 96, which is 0.375.
+# * A product counts in steps of 1/256 of 1/256. Shifting it right by 8 bits (`>> 8`, which divides by 256) brings it back: 1.5 * 0.25 is
+#   384 * 64 = 24576, and 24576 >> 8 = 96, which is 0.375.
 
 # %%
 a, b = round(2.71828 * 256), round(1.5 * 256)

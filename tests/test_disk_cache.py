@@ -12,12 +12,15 @@ from pathlib import Path
 
 import processes
 import pytest
+from numba.core import config
+from numba.core.registry import cpu_target
 from processes import ROOT
 
 from numflash.flex import machine
 from numflash.flex.prepared import prepare
 from numflash.flex.program import Program
-from numflash.jit import trust, whole
+from numflash.jit import announcements, trust, whole
+from numflash.numerics.quantize_kernels import quantize_rows
 
 slow = pytest.mark.slow
 QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
@@ -216,6 +219,20 @@ def test_a_full_disk_does_not_stop_a_call(tmp_path):
     assert done.stdout.startswith("[["), done.stderr[-3000:]
     assert done.stderr.count("not saved") == 1 and str(tmp_path / "cache") in done.stderr
     assert not list((tmp_path / "cache").rglob("*.tmp.*"))
+
+
+def test_a_folder_that_is_passed_over_is_said_once(monkeypatch, caplog):
+    """A kernel that is not stored yet is looked for twice, under a NUMBA_CACHE_DIR that is not in use."""
+    stored, context = quantize_rows._cache, cpu_target.target_context
+    monkeypatch.setattr(announcements, "_said", set())
+    for chosen in ("", "/dev/null/kernels", "/dev/null/kernels"):
+        monkeypatch.setattr(config, "CACHE_DIR", chosen)
+        assert stored.load_overload(("no such types",), context) is None
+    said = [x.getMessage() for x in caplog.records if "NUMBA_CACHE_DIR" in x.getMessage()]
+    assert said == [
+        "NUMBA_CACHE_DIR: got '/dev/null/kernels', where no folder can be made or written to; "
+        f"compiled kernels go to {stored.cache_path}"
+    ]
 
 
 @slow

@@ -28,6 +28,17 @@ def announce(name: str, kept: str = ": they are cached on disk") -> None:
 _said: set[str] = set()  # what is said once
 
 
+def elsewhere(chosen: str, folder: str) -> None:
+    """Say once that the folder of NUMBA_CACHE_DIR is not the one in use."""
+    if "elsewhere" not in _said:
+        _said.add("elsewhere")
+        logger.warning(
+            "NUMBA_CACHE_DIR: got %r, where no folder can be made or written to; compiled kernels go to %s",
+            chosen,
+            folder,
+        )
+
+
 def not_saved(folder: str, error: Exception | str) -> None:
     """Say once that compiled kernels are lost with the process."""
     if "not saved" not in _said:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import llvmlite.binding as llvm
-from numba.core import caching, codegen
+from numba.core import caching, codegen, config
 from numba.core.runtime import _nrt_python
 
 from . import guard, target
-from .announcements import announce, logger, not_saved
+from .announcements import announce, elsewhere, logger, not_saved
 from .closures import salt, shown, shown_name
 from .sources import source_digest
 from .trust import read, refused, trusted_folder
@@ -209,6 +209,9 @@ class _PackageCache(caching.FunctionCache):
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(sig, target_context)
         if found is None:
+            chosen = config.CACHE_DIR
+            if chosen and not Path(self._cache_path).is_relative_to(chosen):
+                elsewhere(chosen, self._cache_path)
             announce(shown_name(self._py_func))
         return found
 
