@@ -171,6 +171,7 @@ def test_wrong_command_line(argv, capsys):
         (["asm", "portable", "--list"], "kernel: got portable, which --list does not use"),
         (["asm", "--list", "--cpu", "a64fx"], "--cpu: got a64fx, which --list does not use"),
         (["export", "--list", "--to", "x"], "--to: got x, which --list does not use"),
+        (["warmup", "--list", "--processes", "2"], "--processes: got 2, which --list does not use"),
         (["explain", "99999999999"], "query: got (1, 1, 99999999999, 128)"),
         (["bench", "64", "64", "1", "999"], "threads: got 999"),
         (["bench", "64", "64", "1", "--threads", "998"], "threads: got 998"),

@@ -104,6 +104,8 @@ def test_the_number_of_an_exercise_is_text():
     for number in (1.3, "1.3", "01.33", ""):
         with pytest.raises(ArgumentError, match=r'in quotes, as in hint\("01.3"\)'):
             hint(number)
+    with pytest.raises(ArgumentError, match=r"chapter 14 has 14\.1, 14\.2$"):
+        check("14.3", 1)
 
 
 def test_functions(posed, capsys):

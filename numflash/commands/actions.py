@@ -113,6 +113,10 @@ def warmup(args: argparse.Namespace) -> Any:
 
     if not args.list:
         return job.run(args.words, args.processes)
+    if "processes" in args.given:
+        raise ArgumentError(
+            f"--processes: got {args.processes}, which --list does not use; allowed: words of a name"
+        )
     known = [found.name for found in job.chosen(args.words)]
     print("\n".join(known))
     return known

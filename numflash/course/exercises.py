@@ -93,9 +93,10 @@ def find(number: str) -> Exercise:
             raise
         known = {}
     if number not in known:
+        there = f"; chapter {chapter} has {', '.join(known)}" if known else ""
         raise ArgumentError(
             f"number: got {number!r}; allowed: the number of an exercise in quotes, "
-            'as in hint("01.3")'
+            f'as in hint("01.3"){there}'
         )
     return known[number]
 
