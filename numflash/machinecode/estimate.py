@@ -326,7 +326,7 @@ def run(cpu: str, instructions_only: bool = False, head_dim: int = 128) -> dict[
             progress.step(f"cycles by {model.tool}")
             bits = bits_of(cpu)
             table = Table(
-                f"{cpu}: cycles at {bits} bits by llvm-mca {model.version}",
+                f"{cpu}: cycles at {bits} bits by llvm-mca {model.shown}",
                 ("what", "figure", "unit"),
                 note=LIMITS,
             )

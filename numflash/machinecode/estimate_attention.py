@@ -255,7 +255,7 @@ def run(cpu: str) -> dict[str, Any]:
     tables.append(energy_table(cpu, every))
     for table in tables:
         table.show()
-    print(f"cycles by llvm-mca {model.version}; {LIMITS}")
+    print(f"cycles by llvm-mca {model.shown}; {LIMITS}")
     names = ("blocks", "int8", "float32", "energy")
     return {
         "cpu": cpu,

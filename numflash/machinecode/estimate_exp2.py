@@ -298,7 +298,7 @@ def run(cpu: str) -> dict[str, Any]:
         table.show()
     said = broadcasts(every)
     print(said)
-    print(f"cycles by llvm-mca {model.version}; {LIMITS}")
+    print(f"cycles by llvm-mca {model.shown}; {LIMITS}")
     return {
         "cpu": cpu,
         "llvm_mca": model.version,

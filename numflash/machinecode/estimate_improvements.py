@@ -309,7 +309,7 @@ def run(cpu: str) -> dict[str, Any]:
     )
     table.show()
     halves.show()
-    print(f"cycles by llvm-mca {model.version}; {LIMITS}")
+    print(f"cycles by llvm-mca {model.shown}; {LIMITS}")
     return {
         "cpu": cpu,
         "llvm_mca": model.version,

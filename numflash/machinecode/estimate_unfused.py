@@ -230,7 +230,7 @@ def run(cpu: str) -> dict[str, Any]:
     tables = parts, shapes, pipelines(cpu, products, softmax)
     for table in tables:
         table.show()
-    print(f"cycles by llvm-mca {model.version}; {LIMITS}")
+    print(f"cycles by llvm-mca {model.shown}; {LIMITS}")
     names = ("parts", "tiles", "lengths")
     return {
         "cpu": cpu,

@@ -18,6 +18,7 @@ LIMITS = (
     "a model, no hardware measured: caches never miss, every branch is foreseen and free, TLB, huge pages, threads and\n"
     "memory are left out, and width, latencies and pipes are LLVM's idea of the CPU; read the ratios"
 )
+ADVISED = 19  # release from which on cycles agree with docs/aarch64.md; 14 is up to 60 % off
 _BRANCHES = {
     codegen.AARCH64: re.compile(r"(b|b\.\w+|cbn?z|tbn?z|ret|bl)\b"),
     codegen.X86_64: re.compile(r"(j\w+|retq?|callq?)\b"),
@@ -69,11 +70,20 @@ class Model:
         if not self.tool:
             raise UnsupportedError(
                 "estimate: llvm-mca is not on PATH; allowed: a machine with LLVM's tools (Debian: apt-get "
-                "install llvm), or --instructions for the emulator's exact counts alone"
+                f"install llvm, best of release {ADVISED} or later), or --instructions for the emulator's exact "
+                "counts alone"
             )
         self.cpu = cpu
         self.triple = triple
         self.version = re.search(r"version (\S+)", self._run("--version"))[1]  # type: ignore[index]
+
+    @property
+    def shown(self) -> str:
+        """The release, and whether its cycles differ from those of the pages."""
+        old = int(self.version.split(".")[0]) < ADVISED
+        return (
+            f"{self.version} (take {ADVISED} or later: older ones are off)" if old else self.version
+        )
 
     def _run(self, *options: str, text: str = "") -> str:
         done = subprocess.run([self.tool, *options], input=text, capture_output=True, text=True)

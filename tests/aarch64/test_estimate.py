@@ -129,7 +129,9 @@ def test_a_cpu_that_the_model_does_not_know(complaint, tmp_path, monkeypatch):
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     model = estimate.Model("a64fx")
-    assert model.version == "40.0"
+    assert model.version == model.shown == "40.0"
+    model.version = "14.0.6"
+    assert model.shown.startswith("14.0.6 (take 19 or later")
     with pytest.raises(
         UnsupportedError,
         match=r"llvm-mca-40 cannot model 'a64fx', a newer LLVM may, .*(proc|instr)",
