@@ -143,7 +143,8 @@ def location(x: Any) -> tuple[int, Any, Any, Any] | None:
     torch = sys.modules.get("torch")
     if torch is None or type(x) is not torch.Tensor or x.layout is not torch.strided:
         return None
-    if not x.is_cpu or x.is_neg() or x.requires_grad or not x.data_ptr():
+    hidden = x.is_neg() or x.is_nested or x.requires_grad
+    if hidden or not x.is_cpu or not x.data_ptr():
         return None
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 

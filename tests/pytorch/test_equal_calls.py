@@ -389,7 +389,7 @@ PADDED = [torch.arange(9) < n for n in (9, 4, 6)]
             for n in (5, 9, 2)
         ],
         [{"attn_mask": x[None, None, None]} for x in (*PADDED, torch.arange(9) % 2 == 0)],
-        [{"attn_mask": x[None, None, None].float() - 1} for x in PADDED],
+        [{"attn_mask": x[None, None, None].float() - 2} for x in PADDED],
         [{"alibi_slopes": torch.tensor([x, 1.0])} for x in (0.1, 0.5, 0.0)],
         [{"sinks": torch.tensor([x, 1.0])} for x in (-1.0, 2.0)],
     ],
