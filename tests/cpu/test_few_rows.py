@@ -198,3 +198,15 @@ def test_which_rows_are_few():
     )
     out, lse = launch_float.run(empty, ISAS[0])
     assert not out.any() and (lse == -np.inf).all()
+
+
+def test_heads_of_a_group_that_see_other_parts_of_the_keys():
+    """A part that ends within a vector, none of whose keys the second head sees."""
+    q, k, v = qkv(b=1, h=2, hkv=1, l=1, s=1030, d=32)
+    found = problem(q, k, v, Options(enable_gqa=True))
+    assert FloatPlan(found, ISAS[0]).parts == 4  # of 258 keys
+    mask = numflash.create_block_mask(lambda b, h, i, j: (h == 0) | (j >= 900), 1, 2, 1, 1030)
+    out = numflash.flex_attention(q, k, v, None, mask, enable_gqa=True)
+    seen = np.arange(1030) >= np.array([0, 900])[None, :, None, None]
+    want, _ = naive(q, k, v, attn_mask=seen)
+    np.testing.assert_allclose(out, want, atol=3e-6)

@@ -60,6 +60,7 @@ STREAM_PIECES = "cpu/int8/amx_stream_pieces.py"
 QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py"
 QUANTISE_VALUES = "cpu/int8/quantize_values.py"
 LAUNCH_FLOAT = "cpu/launch_float.py"
+FEW_PRODUCTS = "cpu/floats/few_products.py"
 FEW_ROWS, FEW_ROWS_TESTS = "cpu/floats/few_rows.py", "tests/cpu/test_few_rows.py"
 
 MUTANTS = [
@@ -501,8 +502,12 @@ MUTANTS = [
     Mutant(
         FEW_ROWS, "begin + (part + 1) * share)", "begin + (part + 1) * share - 1)", FEW_ROWS_TESTS
     ),
+    Mutant(FEW_PRODUCTS, "for j in range(at, at + seen):", "for j in range(0):", FEW_ROWS_TESTS),
     Mutant(
-        FEW_ROWS, "for j in range(at, at + min(seen, count)):", "for j in range(0):", FEW_ROWS_TESTS
+        FEW_PRODUCTS,
+        "at + max(seen, seen_stop), at + end",
+        "at + max(seen, seen_stop), at + count",
+        FEW_ROWS_TESTS,
     ),
     Mutant(FEW_ROWS, "l[t] = l[t] * shrink", "pass", FEW_ROWS_TESTS),
     Mutant(
