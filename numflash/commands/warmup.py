@@ -49,6 +49,8 @@ MASKS = {
 
 # rows and head sizes: rows that end within a vector, which INT8 computes by `general_int8`; whole ones; a new token
 SIZES = (3, 8), (3, 64), (1, 64)
+# rows, keys and head sizes of gradients: by register tiles and of few rows
+GRADIENT_SIZES = (3, 3, 8), (1, 32, 64)
 GROUPS = range(1, 9)  # query heads of a KV head; of more than 8 a kernel takes up to 8 at a time
 OPTIONS = "options"  # the word of kernels with a soft cap, ALiBi or functions
 COMMON = "int8", "float32"  # storage of KV caches that is compiled where no words ask for others
@@ -84,13 +86,15 @@ def decode(dtype: str, group: int, batch: int, softcap: float = 0.0) -> None:
 
 
 def gradient(impl: str, mask: np.ndarray | None = None) -> None:
-    """A forward and a backward pass; a key that is not finite is done again in float64."""
-    x = np.ones((1, 1, 3, 8), np.float32)
-    y = x.copy()
-    y[0, 0, 2] = np.inf
-    for key in (x, y):
-        out, lse = attention(x, key, x, mask, return_lse=True, impl=impl)
-        attention_backward(x, x, key, x, out, lse, attn_mask=mask, impl=impl)
+    """Forward and backward passes; a key that is not finite is done again in float64."""
+    for length, keys, head_dim in GRADIENT_SIZES:
+        q, x = (np.ones((1, 1, rows, head_dim), np.float32) for rows in (length, keys))
+        y = x.copy()
+        y[0, 0, 2] = np.inf
+        given = None if mask is None else np.resize(mask, (length, keys))
+        for key in (x, y):
+            out, lse = attention(q, key, x, given, return_lse=True, impl=impl)
+            attention_backward(q, q, key, x, out, lse, attn_mask=given, impl=impl)
 
 
 def attention_jobs() -> list[Job]:

@@ -15,10 +15,9 @@ from ..jit import guard
 from ..jit.memory import fresh
 from ..jit.threads import count, limit, one_at_a_time
 from ..numerics.fixedpoint import LOG2E
-from ..tiling import workers
 from ..validation import LARGEST_LSE, Problem
 from ..validation.options import OptionArrays
-from .backward import backward_rows, tiled
+from .backward import backward_rows, plans, tiled
 from .backward.held import Given, found_of
 from .floats.call import addresses
 from .isa.strided import strided
@@ -61,21 +60,15 @@ def run(
         operands = problem.query, problem.key, problem.value, grad_out, out, lse
         q, k, v, do, out, lse = map(to_float32, operands)
         rows = lse, None if grad_lse is None else to_float32(grad_lse)
-        threads = min(count(), _most_threads(problem))
+        threads = min(count(), plans.most_threads(problem, isa))
         with one_at_a_time():
             if isa == "portable":
                 with limit(threads):
                     _portable(problem, (q, k, v, do), out, rows, (dq, dk, dv_), scores)
             else:
-                plan = tiled.plan_of(problem, isa, threads)  # sets the number of threads itself
-                _tiled(problem, plan, (q, k, v, do), out, rows, (dq, dk, dv_), scores)
+                plan = plans.plan_of(problem, isa, threads)  # sets the number of threads itself
+                _planned(problem, plan, (q, k, v, do), out, rows, (dq, dk, dv_), scores)
     return dq, dk, dv_
-
-
-def _most_threads(problem: Problem) -> int:
-    """Threads that pay, at most."""
-    nb, nh, _, length, s, d, dv = problem.shape
-    return workers("float32", nb * nh * length * s * (3 * d + 2 * dv))
 
 
 class GradientRunner:
@@ -87,8 +80,8 @@ class GradientRunner:
 
     def __init__(self, problem: Problem, isa: str) -> None:
         self.problem, self.isa = problem.without_memory(), isa
-        self.most = _most_threads(problem)
-        self.plans: dict[int, tiled.GradientPlan] = {}
+        self.most = plans.most_threads(problem, isa)
+        self.plans: dict[int, plans.Plan] = {}
 
     def run_at(
         self,
@@ -108,7 +101,7 @@ class GradientRunner:
         threads = min(count(), self.most)
         plan = self.plans.get(threads)
         if plan is None:
-            plan = self.plans[threads] = tiled.plan_of(self.problem, self.isa, threads)
+            plan = self.plans[threads] = plans.plan_of(self.problem, self.isa, threads)
         if options is not None:
             plan, _ = plan.for_arrays(*options)
             assert plan is not None  # all keys have a place in its memory
@@ -149,16 +142,16 @@ def _portable(
     _rest(problem, found.skip, arrays, lse, delta, gradients)
 
 
-def _tiled(
+def _planned(
     problem: Problem,
-    plan: tiled.GradientPlan,
+    plan: plans.Plan,
     operands: tuple[np.ndarray, ...],
     out: np.ndarray,
     of_rows: tuple[np.ndarray, np.ndarray | None],
     results: tuple[np.ndarray, ...],
     scores: np.ndarray | None,
 ) -> None:
-    """By register tiles; rows that float32 does not hold one at a time in float64."""
+    """By the plan's kernel; rows that float32 does not hold one at a time in float64."""
     q, k, v, do = operands
     dq, dk, dv = results
     lse, grad_lse = of_rows

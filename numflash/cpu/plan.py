@@ -13,7 +13,7 @@ from ..validation import Problem, described
 from ..validation.options import OptionArrays
 from .array_places import lend_mask, place_of
 from .floats.call import addresses
-from .semantics import KernelArrays
+from .semantics import KernelArrays, Semantics
 
 Own = TypeVar("Own", bound="KernelPlan")
 MOST_OTHERS = 4  # plans of masks, lengths and slopes that a plan keeps
@@ -37,6 +37,8 @@ class KernelPlan:
         Addresses that the copy did not write anew are those of arrays of `first`, which it keeps alive.
     others : plans of the last masks, lengths and slopes, and their sinks, by alignment and `place_of`
     masks_in_place : whether kernels read masks where they are
+    arrays : KernelArrays or Semantics
+        Masks, lengths and slopes, whose addresses are among the numbers, where these are read in place.
     """
 
     problem: Problem
@@ -44,6 +46,7 @@ class KernelPlan:
     layout: Layout
     first: KernelPlan | None = None
     masks_in_place = False
+    arrays: KernelArrays | Semantics
 
     def __init__(self) -> None:
         self.others: dict[Any, Any] = {}
@@ -73,8 +76,11 @@ class KernelPlan:
         return plan, fields["sinks"]
 
     def mask_at(self) -> int:
-        """Where kernels read the mask; 0 for none."""
-        return 0
+        """Where kernels read the mask, a copy where its rows are not contiguous; 0 for none."""
+        if not self.masks_in_place:
+            return 0
+        mask, bias = self.arrays.mask, self.arrays.bias
+        return address(mask if mask.size else bias)
 
     def for_options(self: Own, fields: dict[str, Any]) -> Own | None:
         """The plan of a problem whose `fields`, as of `validation.described`, are others; None where it
@@ -101,24 +107,16 @@ class ForwardPlan(KernelPlan):
 
     Attributes
     ----------
-    arrays : semantics.KernelArrays
-        Masks, lengths and slopes, whose addresses are among the numbers.
     strides : of q, k, v and out where these are contiguous
     takes : "float32", "bfloat16" or None
         The dtype of arrays, or tensors, that `run_at` takes as they are.
     contiguous_values : V is read where it is, and has to be contiguous
     """
 
-    arrays: KernelArrays
     strides: np.ndarray
     takes: str | None
     contiguous_values: bool
     masks_in_place = True
-
-    def mask_at(self) -> int:
-        """As of `KernelPlan`; where the rows of a mask are not contiguous, that is a copy."""
-        mask, bias = self.arrays.mask, self.arrays.bias
-        return address(mask if mask.size else bias)
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None

@@ -39,7 +39,7 @@ from .sizes import (
     Tiling,
     padded,
 )
-from .threads import few_parts, split_count, workers
+from .threads import few_gradient_parts, few_parts, split_count, workers
 
 __all__ = [
     "CACHES",
@@ -65,6 +65,7 @@ __all__ = [
     "chosen_float",
     "cuda_tiling",
     "cuda_tilings",
+    "few_gradient_parts",
     "few_parts",
     "gradient_tiling",
     "in_use",

@@ -33,6 +33,25 @@ def few_parts(length: int, heads: int, keys: int) -> int:
     """
     if length not in FEW_ROWS or keys < FEW_ROWS[length]:
         return 0
+    return _key_parts(heads, keys)
+
+
+# Gradients of at most so many rows of a query head, and of at least so many keys, read keys and values where
+# they are. A register tile has 16 queries: one row in place takes 0.1 to 0.35 of its time, eight 0.45 to 0.7,
+# twelve 0.6 to 1, sixteen 0.75 to 1.25, the most where the head size is 16 or 32 (Zen 4).
+FEW_GRADIENT_ROWS, FEW_GRADIENT_KEYS = 12, 32
+
+
+def few_gradient_parts(length: int, heads: int, keys: int) -> int:
+    """How many parts of the keys the gradient of few rows takes, as `few_parts`; 0 where register tiles compute
+    it.
+    """
+    if length > FEW_GRADIENT_ROWS or keys < FEW_GRADIENT_KEYS:
+        return 0
+    return _key_parts(heads, keys)
+
+
+def _key_parts(heads: int, keys: int) -> int:
     return max(1, min(keys // FEW_KEYS, -(-FEW_TASKS // heads)))
 
 

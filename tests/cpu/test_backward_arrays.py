@@ -8,7 +8,7 @@ from gradient_checks import BFLOAT16_ISAS, ISAS, F, close, drawn, solve
 from test_flash_float import make
 
 from numflash import api, attention, attention_backward
-from numflash.cpu.backward import call, tiled
+from numflash.cpu.backward import call, plans
 from numflash.cpu.backward.flash_backward import make_backward
 from numflash.dispatch import plan_store
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
@@ -62,7 +62,7 @@ def test_plans_belong_to_an_instruction_set_and_a_number_of_threads():
     problem = make(*drawn(l=20, d=8)[1:])
     for isa in [x for x in (*ISAS, *BFLOAT16_ISAS) if x != "portable"]:
         for workers in (1, 2, 1):
-            plan = tiled.plan_of(problem, isa, workers)
+            plan = plans.plan_of(problem, isa, workers)
             numbers = call.Numbers(*plan.numbers[: call.NUMBERS])
             assert plan.call is call.make_call(isa) and numbers.workers == workers
 

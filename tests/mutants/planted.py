@@ -61,6 +61,10 @@ QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py
 QUANTISE_VALUES = "cpu/int8/quantize_values.py"
 LAUNCH_FLOAT = "cpu/launch_float.py"
 FEW_PRODUCTS = "cpu/floats/few_products.py"
+FEW_GRADIENTS, FEW_GRADIENTS_TESTS = (
+    "cpu/backward/few_gradients.py",
+    "tests/cpu/test_few_gradients.py",
+)
 FEW_ROWS, FEW_ROWS_TESTS = "cpu/floats/few_rows.py", "tests/cpu/test_few_rows.py"
 
 MUTANTS = [
@@ -515,6 +519,37 @@ MUTANTS = [
         "out[t] += few.out[n, part, r, t] * factor",
         "out[t] += few.out[n, part, r, t]",
         FEW_ROWS_TESTS,
+    ),
+    # ---- gradients of few rows
+    Mutant(FEW_GRADIENTS, "spoiled |= leaves(", "leaves(", FEW_GRADIENTS_TESTS),
+    Mutant(FEW_GRADIENTS, "spoiled |= times(", "times(", FEW_GRADIENTS_TESTS),
+    Mutant(
+        FEW_GRADIENTS,
+        "spoiled |= not abs(out[e]) <= LARGEST",
+        "spoiled |= False",
+        FEW_GRADIENTS_TESTS,
+    ),
+    Mutant(
+        FEW_GRADIENTS, "unchanged = slope if sloped else dp", "unchanged = dp", FEW_GRADIENTS_TESTS
+    ),
+    Mutant(FEW_GRADIENTS, "clear(out, n, last, block_stop)", "pass", FEW_GRADIENTS_TESTS),
+    Mutant(
+        FEW_GRADIENTS,
+        "for part in range(1, parts):",
+        "for part in range(2, parts):",
+        FEW_GRADIENTS_TESTS,
+    ),
+    Mutant(
+        FEW_GRADIENTS,
+        " and given.lse[n, i] != F(-np.inf)",
+        "",
+        f"{FEW_GRADIENTS_TESTS} -k see_nothing",
+    ),
+    Mutant(
+        "cpu/backward/plans.py",
+        "problem.functions is not None or ",
+        "",
+        f"{FEW_GRADIENTS_TESTS} -k which_gradients",
     ),
     # ---- arguments
     Mutant(

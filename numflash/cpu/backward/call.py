@@ -122,6 +122,41 @@ def _found_at(at, p):
     )
 
 
+@inline
+def given_at(p, o, f, bounds, strides, places):
+    """The `Given` of a call.
+
+    p, o, f : numbers of a plan, `OptionNumbers` and `RealNumbers`;  places : addresses from q to grad_lse
+    """
+    q, k, v, do, out, lse, grad_lse = places
+    n = p.batch * p.heads
+    return Given(
+        strided_at(strides, 0, q, p.heads, p.length, p.head_dim),
+        strided_at(strides, 1, k, p.kv_heads, p.keys, p.head_dim),
+        strided_at(strides, 2, v, p.kv_heads, p.keys, p.value_dim),
+        strided_at(strides, 3, do, p.heads, p.length, p.value_dim),
+        strided_at(strides, 4, out, p.heads, p.length, p.value_dim),
+        array_at(lse, (n, p.length), np.float32),
+        array_at(grad_lse, (n if grad_lse != 0 else 0, p.length), np.float32),
+        array_at(o.key_lengths, (p.batch,), np.int64),
+        f.largest_scale,
+        bounds,
+    )
+
+
+@inline
+def results_at(p, strides, places):
+    """The `Gradients` of a call; places : addresses of dq, dk, dv and scores or 0."""
+    dq, dk, dv, scores = places
+    n = p.batch * p.heads
+    return Gradients(
+        strided_at(strides, 5, dq, p.heads, p.length, p.head_dim),
+        strided_at(strides, 6, dk, p.kv_heads, p.keys, p.head_dim),
+        strided_at(strides, 7, dv, p.kv_heads, p.keys, p.value_dim),
+        array_at(scores, (n if scores != 0 else 0, p.length, p.keys), np.float32),
+    )
+
+
 @functools.cache
 def make_call(isa: str) -> Callable[..., bool]:
     """call(q, k, v, do, out, lse, grad_lse, dq, dk, dv, scores, room, numbers, strides, reals) -> whether
@@ -185,28 +220,14 @@ def make_call(isa: str) -> Callable[..., bool]:
         p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
         f = RealNumbers(*unpacked(reals, REALS))
-        n, d, width = p.batch * p.heads, p.head_dim, p.value_dim
-        given = Given(
-            strided_at(strides, 0, q, p.heads, p.length, d),
-            strided_at(strides, 1, k, p.kv_heads, p.keys, d),
-            strided_at(strides, 2, v, p.kv_heads, p.keys, width),
-            strided_at(strides, 3, do, p.heads, p.length, width),
-            strided_at(strides, 4, out, p.heads, p.length, width),
-            array_at(lse, (n, p.length), np.float32),
-            array_at(grad_lse, (n if grad_lse != 0 else 0, p.length), np.float32),
-            array_at(o.key_lengths, (p.batch,), np.int64),
-            f.largest_scale,
-            p.bounds != 0,
-        )
-        results = Gradients(
-            strided_at(strides, 5, dq, p.heads, p.length, d),
-            strided_at(strides, 6, dk, p.kv_heads, p.keys, d),
-            strided_at(strides, 7, dv, p.kv_heads, p.keys, width),
-            array_at(scores, (n if scores != 0 else 0, p.length, p.keys), np.float32),
-        )
+        given = given_at(p, o, f, p.bounds != 0, strides, (q, k, v, do, out, lse, grad_lse))
+        results = results_at(p, strides, (dq, dk, dv, scores))
         sums = results
         if p.heads > p.kv_heads:
-            copies = copies_at(room + p.copies_dk, p, d), copies_at(room + p.copies_dv, p, width)
+            copies = (
+                copies_at(room + p.copies_dk, p, p.head_dim),
+                copies_at(room + p.copies_dv, p, p.value_dim),
+            )
             sums = Gradients(results.dq, copies[0], copies[1], results.scores)
         threads = limit_threads(p.workers)
         left = differentiate(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import inline
+from ...jit.compiler import inline, own
 from ...numerics.fixedpoint import LN2, LOG2E
 from ..floats import float_rows
 from ..floats.float_isas import FLOAT_ISAS
@@ -43,6 +43,13 @@ class EdgeRows(NamedTuple):
     keys_seen: Any
     call_functions: Any
     change: Any
+
+
+@own
+def softcap_slope(x, cap):
+    """What a capped score x changes by where the score does by 1."""
+    t = F(x / cap)
+    return F(1) - t * t
 
 
 @functools.cache
@@ -110,8 +117,7 @@ def make_edge_rows(name: str) -> EdgeRows:
             else:
                 softcap(x, at, count, cap)
             for c in range(at, at + tile.columns):
-                t = F(x[c] / cap)
-                factor = F(1) - t * t
+                factor = softcap_slope(x[c], cap)
                 slope[c] = slope[c] * factor if called else factor
         if options.slopes.size > 0:
             alibi(x, at, count, options.slopes[b, h], key - options.diagonal[b] - i)

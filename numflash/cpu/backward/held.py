@@ -114,7 +114,7 @@ def _dot(a, b):
 
 
 @bare
-def _magnitude(bits):
+def magnitude(bits):
     """The magnitude with these bits as float64; infinity for NaN."""
     return np.float64(I(min(bits, INFINITE)).view(F))
 
@@ -124,19 +124,19 @@ def _examine_rows(task, given, found):
     """A chunk of rows, once all keys are examined."""
     length, chunks = given.q.length, (found.lse.shape[1] + CHUNK - 1) // CHUNK
     n, chunk = task // chunks, task % chunks
-    n_kv = n * found.hidden.shape[0] // found.lse.shape[0]
+    n_kv = n * found.largest.shape[0] // found.lse.shape[0]
     most_k, most_v = I(0), I(0)
     for c in range(found.largest.shape[1]):
         most_k = max(most_k, found.largest[n_kv, c, 0])
         most_v = max(most_v, found.largest[n_kv, c, 1])
-    k, v = _magnitude(most_k), _magnitude(most_v)
+    k, v = magnitude(most_k), magnitude(most_v)
     widths = np.float64(given.q.d), np.float64(given.do.d)
     for i in range(chunk * CHUNK, min(found.lse.shape[1], (chunk + 1) * CHUNK)):
         held, lse, delta = False, np.float64(0), np.float64(0)
         if i < length:
             grad = array_at(row_at(given.do, n, i), (given.do.d,), np.float32)
-            q = _magnitude(largest_bits(array_at(row_at(given.q, n, i), (given.q.d,), np.float32)))
-            do = _magnitude(largest_bits(grad))
+            q = magnitude(largest_bits(array_at(row_at(given.q, n, i), (given.q.d,), np.float32)))
+            do = magnitude(largest_bits(grad))
             lse, delta = (
                 np.float64(given.lse[n, i]),
                 _dot(grad, array_at(row_at(given.out, n, i), (given.out.d,), np.float32)),
@@ -150,11 +150,17 @@ def _examine_rows(task, given, found):
 
 
 @inline
+def examine_rows(given, found):
+    """Fill what `found` has of rows; where its `largest` has no chunks, whatever the keys are."""
+    chunks = (found.lse.shape[1] + CHUNK - 1) // CHUNK
+    over_tasks(_examine_rows, found.lse.shape[0] * chunks, (given, found))
+
+
+@inline
 def examine(given, found):
     """Fill `found`, whose arrays hold anything before."""
     over_tasks(_examine_keys, found.largest.shape[0] * found.largest.shape[1], (given, found))
-    chunks = (found.lse.shape[1] + CHUNK - 1) // CHUNK
-    over_tasks(_examine_rows, found.lse.shape[0] * chunks, (given, found))
+    examine_rows(given, found)
 
 
 @kernel

@@ -14,31 +14,34 @@ from ..isa.vectors import data, load, store
 
 
 @functools.cache
-def row_gradients(name: str, sloped: bool = False):
+def row_gradients(name: str, sloped: bool = False, of_row: bool = False):
     """Intrinsic f(x, dp, off, count, lse, delta, at, slope, p, ds).
 
     p = 2**(x - lse[at:]), at most 1, dp = p * (dp - delta[at:]), if `sloped` times slope[off:],
     which may be anything where p becomes 0 and is overwritten with dp without it; ds = dp. p and ds
     are operands of products: float32 and the memory of x and dp, or bfloat16.
+
+    of_row : lse and delta are numbers, of one query whose keys are side by side, and `at` is not used
     """
     isa = FLOAT_ISAS[name]
 
     @intrinsic
     def gradients(typingctx, x, dp, off, count, lse, delta, at, slope, p, ds):
         def codegen(context, b, sig, a):
-            px, pd, pl, pm, ps, to_p, to_ds = (
-                data(context, b, sig.args[n], a[n]) for n in (0, 1, 4, 5, 7, 8, 9)
-            )
+            px, pd, ps, to_p, to_ds = (data(context, b, sig.args[n], a[n]) for n in (0, 1, 7, 8, 9))
+            if of_row:
+                both = [isa.splat(b, a[n], isa.floats) for n in (4, 5)]
+            else:
+                places = [data(context, b, sig.args[n], a[n]) for n in (4, 5)]
 
             def body(n, state):
                 here = b.add(a[2], n)
                 there = b.add(a[6], n)
-                x = b.fsub(load(b, px, here, isa.floats, 4), load(b, pl, there, isa.floats, 4))
+                lse, delta = both if of_row else [load(b, x, there, isa.floats, 4) for x in places]
+                x = b.fsub(load(b, px, here, isa.floats, 4), lse)
                 zero = isa.fill(b, isa.floats, 0.0)
                 p = exp2(b, isa, isa.choose(b, ">", x, zero, zero, x))
-                ds = b.fmul(
-                    p, b.fsub(load(b, pd, here, isa.floats, 4), load(b, pm, there, isa.floats, 4))
-                )
+                ds = b.fmul(p, b.fsub(load(b, pd, here, isa.floats, 4), delta))
                 if sloped:
                     slope = load(b, ps, here, isa.floats, 4)
                     store(b, ds, ps, here, 4)

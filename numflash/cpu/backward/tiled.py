@@ -11,7 +11,6 @@ import numpy as np
 from ...jit.scratch import Layout, placed, scratch
 from ...jit.threads import restoring_threads
 from ...numerics.fixedpoint import LOG2E
-from ...tiling import PlanCache
 from ...validation import Problem
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import padded
@@ -20,7 +19,7 @@ from ..plan import KernelPlan
 from ..problem_arrays import at_address
 from ..semantics import OPTION_NUMBERS, Semantics, option_numbers
 from . import flash_backward
-from .call import NUMBERS, PLACES, Numbers, make_call
+from .call import NUMBERS, PLACES, Numbers, RealNumbers, make_call
 from .held import CHUNK
 from .operands import KEYS, QUERIES, Options, options_of
 
@@ -54,9 +53,6 @@ class GradientPlan(KernelPlan):
         nb, nh, nkv, length, s, d, dv = shape
         blocks = -(-s // flash_backward.keys_of_block(isa))
         splits = max(1, min(-(-TASKS // (nb * nh)), blocks))
-        factor, scale = (
-            min(max(x, -FINITE), FINITE) for x in (problem.scale * LOG2E, problem.scale)
-        )
         unit = max(FLOAT_ISAS[isa].lanes, FLOAT_ISAS[isa].step)  # whole vectors, steps of products
         columns = padded(length, FLOAT_ISAS[isa].panel), padded(d, unit), padded(dv, unit)
         kinds = found_kinds(shape, columns[0])
@@ -65,20 +61,14 @@ class GradientPlan(KernelPlan):
         shared = nb * nh if nh > nkv else 0
         kinds |= {"copies_dk": (F, (shared, s, d)), "copies_dv": (F, (shared, s, dv))}
         self.layout = Layout()
-        sizes = {
-            name: math.prod(of) * np.dtype(kind).itemsize for name, (kind, of) in kinds.items()
-        }
-        places = self.layout.add_all(**sizes)
+        places = places_in(self.layout, kinds)
         numbers = Numbers(*shape, *columns, workers, splits, bounds(problem), **places)
         self.numbers = np.array((*numbers, *(0,) * OPTION_NUMBERS), np.int64)
         self.set_arrays()
-        of_keys = 1.0 if shared else scale
-        cap = float(self.options.softcap)
-        reals = factor, scale, of_keys, largest_scale(problem), cap
-        self.reals = np.array(reals, np.float64)
-        operands = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
-        shapes = *operands, *[(nb, nh, length, dv)] * 2, *operands  # in the order of `make_call`
-        self.strides = contiguous_strides(*((x, F().itemsize) for x in shapes))
+        self.reals = real_numbers(problem)
+        if shared:  # `add_parts` applies the scale of dK
+            self.reals[RealNumbers._fields.index("dk")] = 1
+        self.strides = strides_of(shape)
         self.call = make_call(isa)
 
     def set_arrays(self) -> None:
@@ -114,23 +104,25 @@ class GradientPlan(KernelPlan):
             return skip, delta
 
 
-_plans: PlanCache[GradientPlan] = PlanCache()
+def places_in(layout: Layout, kinds: Kinds) -> dict[str, int]:
+    """Where arrays start in scratch memory, by name."""
+    sizes = {name: math.prod(of) * np.dtype(kind).itemsize for name, (kind, of) in kinds.items()}
+    return layout.add_all(**sizes)
 
 
-def plan_of(problem: Problem, isa: str, workers: int) -> GradientPlan:
-    """The plan of a problem, kept for the next one whose options are numbers."""
-    arrays = problem.mask, problem.bias, problem.alibi_slopes, problem.functions
-    if any(x is not None for x in arrays):
-        return GradientPlan(problem, isa, workers)
-    key = (
-        isa, workers, problem.shape, problem.scale, problem.softcap, problem.left, problem.right,
-        problem.diagonal.tobytes(), problem.key_lengths.tobytes(),
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = GradientPlan(problem, isa, workers)
-        _plans.keep(key, plan)
-    return plan
+def real_numbers(problem: Problem) -> np.ndarray:
+    """The `RealNumbers` of a problem whose kernel scales dK itself."""
+    factor, scale = (min(max(x, -FINITE), FINITE) for x in (problem.scale * LOG2E, problem.scale))
+    cap = float(F(problem.softcap * LOG2E))
+    return np.array((factor, scale, scale, largest_scale(problem), cap), np.float64)
+
+
+def strides_of(shape: Shape) -> np.ndarray:
+    """The strides that `call.make_call` takes where all arrays of a problem's shape are contiguous."""
+    nb, nh, nkv, length, s, d, dv = shape
+    operands = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
+    shapes = *operands, *[(nb, nh, length, dv)] * 2, *operands
+    return contiguous_strides(*((x, F().itemsize) for x in shapes))
 
 
 def largest_scale(problem: Problem) -> float:
