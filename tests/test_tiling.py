@@ -400,5 +400,13 @@ def test_few_rows_of_queries_read_keys_in_place():
     assert [tiling.few_parts(2, 8, keys) for keys in (255, 256)] == [0, 1]
     assert [tiling.few_parts(1, heads, 4096) for heads in (1, 2, 3, 100)] == [8, 4, 3, 1]
     assert [tiling.few_parts(rows, 8, 4096) for rows in (0, 3)] == [0, 0]
+    large = [(3, 1), (4, 4), (4, 5), (5, 1)]  # rows, query heads of a KV head
+    assert [tiling.few_parts(rows, 8, 4096, group, 10 << 20) for rows, group in large] == [
+        1,
+        1,
+        0,
+        0,
+    ]
+    assert tiling.few_parts(4, 8, 4096, 1, (10 << 20) - 1) == 0
     assert [tiling.few_gradient_parts(12, 8, keys) for keys in (31, 32)] == [0, 1]
     assert [tiling.few_gradient_parts(rows, 2, 4096) for rows in (1, 12, 13)] == [4, 4, 0]

@@ -70,8 +70,11 @@ def run_rows(
 
 def parts_of(problem: Problem, isa: str) -> int:
     """How many parts of the keys the kernel of few rows takes; 0 where the register tiles compute it."""
-    nb, _, nkv, length, s, _, _ = problem.shape
-    return few_parts(length, nb * nkv, s) if few_rows_isa(problem, isa) else 0
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    if few_rows_isa(problem, isa) is None:
+        return 0
+    nbytes = nb * nkv * s * (d + dv) * F().itemsize if operand_kind(isa) == "float32" else 0
+    return few_parts(length, nb * nkv, s, nh // nkv, nbytes)
 
 
 def few_rows_isa(problem: Problem, isa: str) -> str | None:

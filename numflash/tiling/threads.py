@@ -22,15 +22,28 @@ def workers(kind: str, multiplications: int) -> int:
 # other way takes 0.3 to 0.7 of the time, with two 0.7 to 1, with four as long (Zen 4). Fewer keys are packed
 # sooner than the parts of their heads are put together.
 FEW_ROWS = {1: 32, 2: 256}
+# Three or four are as well where keys and values are so large that their packed copies do not stay in the last
+# cache with them, and at most so many rows share a KV head: 0.65 to 0.95 of the time of packing where a head's
+# keys are contiguous, 0.5 to 0.9 where they are beside those of other heads, whose values have to be packed too.
+FEW_OF_LARGE, LARGE_BYTES, FEW_OF_GROUP = 4, 10 << 20, 16
 FEW_KEYS, FEW_TASKS = 256, 8  # parts of at least so many keys, up to so many tasks
 
 
-def few_parts(length: int, heads: int, keys: int) -> int:
-    """How many parts of the keys the kernel of few rows takes, of `length` rows and so many KV heads; 0 for
-    more rows or few keys, which register tiles compute.
+def few_parts(length: int, heads: int, keys: int, group: int = 1, nbytes: int = 0) -> int:
+    """How many parts of the keys the kernel of few rows takes; 0 for more rows or few keys, which register tiles
+    compute.
 
     As many for every number of threads: the parts are put together in order.
+
+    Parameters
+    ----------
+    length : rows of a query head
+    heads, group : KV heads of all batches, and query heads that share one
+    nbytes : of all keys and values in float32, 0 for another dtype
     """
+    large = nbytes >= LARGE_BYTES and group * length <= FEW_OF_GROUP
+    if large and 2 < length <= FEW_OF_LARGE:
+        return _key_parts(heads, keys)
     if length not in FEW_ROWS or keys < FEW_ROWS[length]:
         return 0
     return _key_parts(heads, keys)

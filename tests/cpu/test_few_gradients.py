@@ -174,6 +174,29 @@ def test_any_strides_and_masks_of_equal_calls():
         close(found, (do, q, k, v), attn_mask=mask)
 
 
+@pytest.mark.parametrize("isa", ISAS[:1])
+def test_rows_of_keys_in_the_same_sets_of_the_cache(isa):
+    """Rows 4096 bytes apart are copied, with the same bits."""
+    do, q, k, v = drawn(b=1, h=32, hkv=16, l=1, s=150, d=64, dv=128)
+    out, lse = attention(q, k, v, enable_gqa=True, return_lse=True)
+    dense = [do, q, k, v, out]
+    beside = [x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in dense]
+    assert beside[2].strides[2] == 4096
+    results = []
+    for do, q, k, v, out in (dense, beside, beside[:3] + dense[3:], dense[:3] + beside[3:]):
+        given = [np.full(x.shape, np.nan, F) for x in (q, k, v)]
+        arrays = q, k, v, do, out, *given
+        strides = np.array([step for x in arrays for step in x.strides[:3]], np.int64)
+        places = [x.ctypes.data for x in (*arrays[:5], lse)]
+        plan = plans.plan_of(make(q, k, v), isa, 1)
+        assert plan.run([*places, 0, *(x.ctypes.data for x in given), 0], strides) is None
+        results.append(given)
+    close(results[0], dense[:4])
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def test_which_gradients_are_of_few_rows():
     """More rows, head sizes that are no whole vectors, score functions and other CPUs' vectors take the
     tiles.

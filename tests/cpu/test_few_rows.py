@@ -210,3 +210,23 @@ def test_heads_of_a_group_that_see_other_parts_of_the_keys():
     seen = np.arange(1030) >= np.array([0, 900])[None, :, None, None]
     want, _ = naive(q, k, v, attn_mask=seen)
     np.testing.assert_allclose(out, want, atol=3e-6)
+
+
+def test_rows_of_keys_in_the_same_sets_of_the_cache():
+    """Rows 4096 bytes apart, as those of a head beside others: copied, with the same bits."""
+    q, k, v = qkv(b=1, h=32, hkv=16, l=1, s=150, d=64)
+    want = numflash.attention(q, k, v, enable_gqa=True)
+    beside = [x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (q, k, v)]
+    assert beside[1].strides[2] == 4096
+    np.testing.assert_array_equal(numflash.attention(*beside, enable_gqa=True), want)
+    np.testing.assert_allclose(want, naive(q, k, v)[0], atol=3e-6)
+
+
+def test_more_rows_of_large_operands():
+    """Three and four rows of float32 over keys and values of 10 MB or more."""
+    q, k, v = qkv(b=1, h=4, l=4, s=10240, d=32)
+    found = problem(q, k, v, Options())
+    assert launch_float.parts_of(found, "avx512") == 2
+    assert launch_float.parts_of(found, "avx512_bf16") == 0
+    out = numflash.attention(q, k, v)
+    np.testing.assert_allclose(out, naive(q, k, v)[0], atol=3e-6)

@@ -520,6 +520,7 @@ MUTANTS = [
         "out[t] += few.out[n, part, r, t]",
         FEW_ROWS_TESTS,
     ),
+    Mutant(FEW_PRODUCTS, "return Block(room, nbytes)", "return Block(room, k.row)", FEW_ROWS_TESTS),
     # ---- gradients of few rows
     Mutant(FEW_GRADIENTS, "spoiled |= leaves(", "leaves(", FEW_GRADIENTS_TESTS),
     Mutant(FEW_GRADIENTS, "spoiled |= times(", "times(", FEW_GRADIENTS_TESTS),

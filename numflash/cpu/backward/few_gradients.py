@@ -32,7 +32,14 @@ from ...jit.memory import array_at, uncleared, unpacked
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.quantize_kernels import largest_bits
 from ..floats import float_rows
-from ..floats.few_products import KEYS, hide_unseen, make_few_products, row_of, seen_keys
+from ..floats.few_products import (
+    KEYS,
+    hide_unseen,
+    make_few_products,
+    room_for_rows,
+    row_of,
+    seen_keys,
+)
 from ..floats.flash_rows import LARGEST, row_functions
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.strided import Strided, row_at
@@ -190,7 +197,7 @@ def make_few_weights(name: str):
 @functools.cache
 def make_work(name: str):
     """work(task, few): the gradients of one part of the keys of one KV head, and its dQ."""
-    block_scores, block_values = make_few_products(name, "float32")
+    rows_at_hand, block_scores, block_values = make_few_products(name, "float32")
     block_sums, few_weights = make_block_sums(name), make_few_weights(name)
 
     @inline
@@ -209,6 +216,10 @@ def make_work(name: str):
         slope = uncleared((rows * KEYS,), F, "slopes of few rows")
         lo = uncleared((rows,), np.int64, "first keys of few rows")
         hi = uncleared((rows,), np.int64, "ends of few rows")
+        of_keys, of_values = room_for_rows(few.k, rows, 4), room_for_rows(few.v, rows, 4)
+        room = uncleared((max(of_keys, of_values),), np.uint8, "keys or values of few rows")
+        keys_at = address(room) if of_keys > 0 else 0
+        values_at = address(room) if of_values > 0 else 0
         q, do = row_of(few.q, few.k.heads, n, 0), row_of(few.do, few.k.heads, n, 0)
         dq, spoiled, k, v, out = few.dq[n, part], False, few.k, few.v, few.out
         dq[:] = F(0)
@@ -223,12 +234,14 @@ def make_work(name: str):
             clear(out, n, block, first)
             clear(out, n, last, block_stop)
             if count > 0:
-                block_scores(k, n, first, count, few.q, x)
-                block_scores(v, n, first, count, few.do, dp)
+                values = rows_at_hand(v, n, first, count, values_at)
+                block_scores(values, k.heads, n, count, few.do, dp)
+                keys = rows_at_hand(k, n, first, count, keys_at)
+                block_scores(keys, k.heads, n, count, few.q, x)
                 spoiled |= few_weights(few, n, first, count, lo, hi, x, dp, slope)
                 block_sums(x, do, rows, F(1), out.dv, n, first, count)
                 block_sums(dp, q, rows, few.factors.dk, out.dk, n, first, count)
-                block_values(k, n, first, count, dp, dq)
+                block_values(keys, count, dp, dq)
         few.spoiled[n, part] = np.uint8(spoiled)
 
     return work

@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import inline, own
+from ...jit.memory import LINE, array_at
 from ..isa.strided import row_at
 from ..isa.vectors import (
     F32,
@@ -28,6 +29,7 @@ from ..isa.vectors import (
     pointer,
     pointer_at,
     prefetch,
+    prefetch_line,
     repeat,
     store_at,
 )
@@ -36,6 +38,8 @@ from .float_isas import FLOAT_ISAS
 
 KEYS = 64  # of a block: their rows stay in L1 for all rows of queries
 WIDE = 4  # vectors of V's columns that are summed at a time
+SAME_SET = 4096  # bytes: 64 sets of lines of 64 bytes
+AHEAD = 16  # rows that are prefetched before they are copied
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes
 HIDDEN = np.float32(-np.inf)
 
@@ -158,6 +162,17 @@ def seen_keys(semantics, q, k, n, lo, hi):
 
 
 @own
+def room_for_rows(x, rows, size):
+    """Bytes for a block of x, Strided, where its rows are copied before `rows` rows are multiplied by them, or 0.
+
+    Rows a multiple of 4096 bytes apart, as those of a head beside others are, have their lines in the same
+    sets of L1, which hold fewer than a vector's lanes of them: each row of queries would fetch them anew.
+    """
+    apart = x.row % SAME_SET == 0 and x.row != x.d * size
+    return KEYS * x.d * size if rows > 1 and apart else 0
+
+
+@own
 def hide_unseen(x, at, count, end, seen, seen_stop):
     """x[at : at + end] = -inf but for keys `seen` to `seen_stop` of the `count` that there are; whether
     there are any of those.
@@ -173,15 +188,25 @@ def hide_unseen(x, at, count, end, seen, seen_stop):
 class FewProducts(NamedTuple):
     """Jitted functions of one instruction set and kind of operands.
 
-    block_scores(k, n, first, count, q, x) : x[r * KEYS + j] = q[r] . k[first + j] of all rows r of KV
-        head n and `count` keys j; whole vectors of keys are written
-    block_values(v, n, first, count, x, o) : o[r] += x[r * KEYS + j] * v[first + j], o (rows, D)
+    rows_at_hand(k, n, first, count, room) : rows `first` and on of KV head n of k, Strided, as a `Block`:
+        where they are, or copied to `room`, an address, unless this is 0
+    block_scores(k, kv_heads, n, count, q, x) : x[r * KEYS + j] = q[r] . k[j] of all rows r of KV head n of q,
+        Strided, and `count` keys j; whole vectors of keys are written
+    block_values(v, count, x, o) : o[r] += x[r * KEYS + j] * v[j], o (rows, D) float32
 
-    k, v, q : Strided;  x : flat float32, at most KEYS keys of each row;  o : float32
+    k, v : Block;  x : flat float32, at most KEYS keys of each row
     """
 
+    rows_at_hand: Callable[..., Any]
     block_scores: Callable[..., Any]
     block_values: Callable[..., Any]
+
+
+class Block(NamedTuple):
+    """Rows of keys or values: the address of the first, and the bytes from one to the next."""
+
+    start: int
+    row: int
 
 
 @functools.cache
@@ -195,20 +220,34 @@ def make_few_products(name: str, kind: str) -> FewProducts:
     )
 
     @inline
-    def block_scores(k, n, first, count, q, x):
-        rows, row = q.heads // k.heads * q.length, k.row
-        keys = row_at(k, n, first)
-        for c in range(0, count, lanes):
-            here, there, to = keys + c * row, min(lanes, count - c), address(x) + c * 4
-            first_scores(here, row, there, q.d, row_of(q, k.heads, n, 0), to)
-            for r in range(1, rows):
-                scores_of(here, row, there, q.d, row_of(q, k.heads, n, r), to + r * KEYS * 4)
+    def rows_at_hand(k, n, first, count, room):
+        start, nbytes = row_at(k, n, first), k.d * size
+        if room == 0:
+            return Block(start, k.row)
+        for j in range(count):
+            source = start + j * k.row
+            for line in range(0, nbytes, LINE):
+                prefetch_line(source + AHEAD * k.row + line)
+            words = array_at(source, (nbytes // 4,), np.uint32)
+            copy = array_at(room + j * nbytes, (nbytes // 4,), np.uint32)
+            for e in range(words.size):
+                copy[e] = words[e]
+        return Block(room, nbytes)
 
     @inline
-    def block_values(v, n, first, count, x, o):
+    def block_scores(k, kv_heads, n, count, q, x):
+        rows = q.heads // kv_heads * q.length
+        for c in range(0, count, lanes):
+            here, there, to = k.start + c * k.row, min(lanes, count - c), address(x) + c * 4
+            first_scores(here, k.row, there, q.d, row_of(q, kv_heads, n, 0), to)
+            for r in range(1, rows):
+                scores_of(here, k.row, there, q.d, row_of(q, kv_heads, n, r), to + r * KEYS * 4)
+
+    @inline
+    def block_values(v, count, x, o):
         """Two rows at a time, WIDE vectors of columns at a time."""
         rows, dv = o.shape
-        row, sums, values = v.row, dv * 4, row_at(v, n, first)
+        row, sums, values = v.row, dv * 4, v.start
         r = 0
         while r < rows:
             two = r + 1 < rows
@@ -227,4 +266,4 @@ def make_few_products(name: str, kind: str) -> FewProducts:
                 t += WIDE * lanes if wide else lanes
             r += 2 if two else 1
 
-    return FewProducts(block_scores, block_values)
+    return FewProducts(rows_at_hand, block_scores, block_values)

@@ -20,10 +20,20 @@ from ...jit.memory import array_at, uncleared, unpacked, zeros
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.fixedpoint import LN2
 from ..isa.strided import Strided
+from ..isa.vectors import address
 from ..semantics import OPTION_NUMBERS, OptionNumbers, Semantics, semantics_at
 from . import float_rows
 from .call import FACTORS, NUMBERS, Factors, Numbers, operands_at
-from .few_products import HIDDEN, KEYS, hide_unseen, make_few_products, row_of, seen_keys
+from .few_products import (
+    HIDDEN,
+    KEYS,
+    SIZES,
+    hide_unseen,
+    make_few_products,
+    room_for_rows,
+    row_of,
+    seen_keys,
+)
 from .flash_rows import LARGEST, LOWEST, option_changes, row_functions
 from .float_isas import FLOAT_ISAS
 
@@ -56,8 +66,8 @@ class Few(NamedTuple):
 def make_work(name: str, kind: str):
     """work(task, few): the states of one part of the keys of one KV head."""
     isa = FLOAT_ISAS[name]
-    lanes = isa.lanes
-    block_scores, block_values = make_few_products(name, kind)
+    lanes, size = isa.lanes, SIZES[kind]
+    rows_at_hand, block_scores, block_values = make_few_products(name, kind)
     top_of = float_rows.row_max(name)
     weights = float_rows.row_exp(name)
     total_of = float_rows.row_total(name)
@@ -123,6 +133,9 @@ def make_work(name: str, kind: str):
         l = zeros((rows, lanes), F, "sums of few rows' weights")
         lo = uncleared((rows,), np.int64, "first keys of few rows")
         hi = uncleared((rows,), np.int64, "ends of few rows")
+        nbytes = room_for_rows(few.k, rows, size)
+        room = uncleared((nbytes,), np.uint8, "keys of few rows")
+        room_at = address(room) if nbytes > 0 else 0
         o, m, spoiled = few.out[n, part], few.m[n, part], few.spoiled[n, part]
         o[:], m[:], spoiled[:] = F(0), HIDDEN, np.uint8(0)
         begin, end = seen_keys(few.semantics, few.q, few.k, n, lo, hi)
@@ -130,9 +143,10 @@ def make_work(name: str, kind: str):
         stop = min(end, begin + (part + 1) * share)
         for first in range(begin + part * share, stop, KEYS):
             count = min(KEYS, stop - first)
-            block_scores(few.k, n, first, count, few.q, x)
+            keys = rows_at_hand(few.k, n, first, count, room_at)
+            block_scores(keys, few.k.heads, n, count, few.q, x)
             if block_rows(few, n, first, count, lo, hi, x, m, l, o, spoiled):
-                block_values(few.v, n, first, count, x, o)
+                block_values(rows_at_hand(few.v, n, first, count, 0), count, x, o)
         for r in range(rows):
             few.l[n, part, r] = total_of(l[r], 0)
 
