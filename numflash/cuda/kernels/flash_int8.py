@@ -22,16 +22,16 @@ k.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK
 from ..compile import Source
-from ..compile.target import cuda, types
+from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .blocks import make_find_block, make_tile_range
+from .blocks import Call, make_find_block, make_tile_range
 from .int8_first import make_begin_rows
 from .int8_pairs import join_maxima, make_give, make_sum_given, make_take
 from .int8_rows import (
@@ -46,14 +46,16 @@ from .int8_rows import (
 )
 from .int8_softmax import (
     MIN_OCTAVE,
+    Rows,
     make_add_weights,
     make_find_shares,
     make_log2_scores,
     make_sum_weights,
 )
-from .int8_values import FLOAT_KEYS, PADDING, Values, make_byte_values, make_float_values
+from .int8_tiles import Layout, make_bring, make_find_lane, make_memory_at, make_multiply_keys
+from .int8_values import Values, make_byte_values, make_float_values
 from .int8_weights import PLANES, make_weigh
-from .tiles import make_copy, make_load_rows, make_load_tile, make_waits, swizzle_of
+from .tiles import make_load_rows, make_waits
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 # what depends on the numbers is computed anew after these: kept for every tile, it would spill
@@ -68,6 +70,26 @@ renew_both = ptx.register_fence(2, i32)
 SIGNATURE = types.void(
     types.UniTuple(u64, 18), types.UniTuple(i64, 8), types.UniTuple(i32, 8), types.UniTuple(f32, 1)
 )
+
+
+class Fragments(NamedTuple):
+    """A thread's registers: local arrays."""
+
+    s: Any  # scores, then with pv "fp32" the weights
+    o: Any  # sums of the outputs
+    p: Any  # weights, four bytes each
+
+
+class Part(NamedTuple):
+    """What of a block's work is a thread's."""
+
+    thread: Any
+    lane: Any
+    warp: Any
+    rows: Any  # which 16
+    half: Any  # of a pair of warps, which keys of a block, and channels
+    table: Any  # where its first row is described (`int8_rows`)
+    beside: Any  # and that of the pair's other warp
 
 
 def permuted_keys(keys: int) -> np.ndarray:
@@ -100,209 +122,193 @@ def flash_int8(
     first_keys : `Problem.first_keys`;  options : those of `Int8Options`
     """
     chosen, wide, planes = Int8Options(**options), pv == "fp32", PLANES[pv]
-    block_k, threads, paired = KEY_BLOCK, block_q * 2 * halves, halves - 1
+    layout, paired, band = Layout(d, dv, block_q, pv, turing, halves), halves - 1, chosen.band
+    block_k, threads = KEY_BLOCK, layout.threads
     own_keys, own_channels = block_k // halves, dv // halves
-    k_steps = d // 32
-    key_tiles = block_k // 8
-    own_tiles = own_keys // 8
-    value_tiles = own_channels // 8
-    n_s, n_o, n_p = own_tiles * 4, value_tiles * 4, 4 if wide else planes * key_tiles
-    shift_k, xor_k = swizzle_of(d)
-    # registers, whose contents cross through K's place
-    own_weights = own_tiles * (4 if wide else planes)
-    q_size, k_size = block_q * d, max(block_k * d, paired * threads * 4 * own_weights)
-    v_size = FLOAT_KEYS * (dv * 4 + PADDING) if wide else dv * block_k
-    v_at = q_size if turing else q_size + k_size
-    scales_at = q_size + max(k_size, v_size) if turing else q_size + k_size + v_size
-    table_at = scales_at + block_k * 4
-    load_q = make_load_rows(block_q, d, threads, group, not turing)
-    load_k = make_load_tile(block_k, d, threads, not turing)
-    load_v = make_load_tile(dv, block_k, threads, not turing)
-    copy, (commit, wait_all, _) = make_copy(not turing), make_waits(not turing)
-    product = ptx.mma_turing_s8 if turing else ptx.mma_s8
-    log2_scores = make_log2_scores(own_tiles, chosen, turing)
-    weigh, find_shares = make_weigh(own_tiles, pv, turing), make_find_shares(pv)
-    sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, pv), make_add_weights(pv)
-    give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
-    describe_rows = make_describe_rows(group, chosen, 0 if wide else first_keys)
-    begin_rows = make_begin_rows(d, dv, value_tiles, chosen, turing, first_keys, pv)
-    write_rows = make_write_rows(value_tiles)
-    band = chosen.band
+    own_tiles, value_tiles = own_keys // 8, own_channels // 8
+    n_s, n_o, n_p = own_tiles * 4, value_tiles * 4, 4 if wide else planes * block_k // 8
     tile_range, find_block = (
         make_tile_range(block_q, block_k, group, band),
         make_find_block(block_q, band, folded),
     )
+    memory_at, find_lane = make_memory_at(layout), make_find_lane(d, own_keys)
+    load_q, (commit, wait_all, _) = (
+        make_load_rows(block_q, d, threads, group, not turing),
+        make_waits(not turing),
+    )
+    values_of, bring_values, bring = make_bring(layout)
+    describe_rows = make_describe_rows(group, chosen, 0 if wide else first_keys)
+    begin_rows = make_begin_rows(d, dv, value_tiles, chosen, turing, first_keys, pv)
+    multiply_keys = make_multiply_keys(d, own_tiles, turing)
+    log2_scores = make_log2_scores(own_tiles, chosen, turing)
+    weigh, find_shares = make_weigh(own_tiles, pv, turing), make_find_shares(pv)
+    give, take, sum_given = (
+        make_give(layout.own_weights),
+        make_take(n_p),
+        make_sum_given(2 * n_s),
+    )
+    sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, pv), make_add_weights(pv)
     add_bytes = make_byte_values(value_tiles, planes, turing)
     add_floats = make_float_values(dv, value_tiles, threads, bool(paired))
+    write_rows = make_write_rows(value_tiles)
 
-    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
-    # their own would all take as arguments.
-    def flash(pointers, strides, sizes, factors):
-        (
-            q, k, v, out, m_out, l_out, cq_at, ck, v_scale, diagonals, lengths, mask_at, bias_at,
-            slopes, shifts, first_k, first_scale, first_v,
-        ) = pointers  # fmt: skip
-        queries, key_count, d_left, stored, channels, heads, left, right = sizes
-        shared = cuda.shared.array(0, u32)
-        thread = i32(cuda.threadIdx.x)
-        # cast to i32 each time: an int64 takes two registers
-        lane = i32(thread & 31)
-        warp = i32(thread >> 5)
-        # which 16 rows; which keys of a block, and channels
-        rows_of = i32(warp >> paired)
-        half = i32(warp & paired)
-        rows = i32(queries * group)
-        first, kv_head, batch = find_block(rows)
-        kv = i32(batch * i32(heads // group) + kv_head)
-        sq = ptx.shared_address(shared)
-        sk, sv, sc = sq + u32(q_size), sq + u32(v_at), sq + u32(scales_at)
-        all_q = q
-        q = q + u64(batch * heads + kv_head * group) * u64(queries * d_left)
-
+    @device_function
+    def find_rows(call):
+        """The first of this block's rows, and what they belong to."""
+        queries, _, _, _, _, heads, left, right = call.sizes
+        diagonals, lengths = call.pointers[9:11]
+        first, kv_head, batch = find_block(i32(queries * group))
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)
-        block = Block(batch, kv_head, heads, queries, keys, diagonal, left, right)
-        given = OptionData(factors[0], mask_at, bias_at, strides)
-        top, m, total = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
-        l = cuda.local.array(2, f32)
-        alpha = cuda.local.array(2, f32)
-        share = cuda.local.array(2, f32)
-        for r in range(2):
-            l[r], m[r] = f32(0), i32(MIN_OCTAVE)
-        tables = sq + u32(table_at) + u32((lane >> 2) * 16)
+        return first, Block(batch, kv_head, heads, queries, keys, diagonal, left, right)
+
+    @device_function
+    def find_part(memory):
+        """What of the block is this thread's."""
+        thread = i32(cuda.threadIdx.x)
+        # cast to i32 each time: an int64 takes two registers
+        lane, warp = i32(thread & 31), i32(thread >> 5)
+        tables = memory.table + u32((lane >> 2) * 16)
         table = tables + u32(warp * (16 * ROW_BYTES))
         beside = tables + u32((warp ^ 1) * (16 * ROW_BYTES))
-        describe_rows(
-            sq + u32(table_at + warp * (16 * ROW_BYTES)),
-            i32(first + rows_of * 16),
-            i32(kv_head * group),
-            block,
-            (cq_at, slopes, shifts),
-            lane,
-        )
+        return Part(thread, lane, warp, i32(warp >> paired), i32(warp & paired), table, beside)
 
-        load_q(sq, q, i64(queries * d_left), i64(d_left), first, rows, d_left, thread)
-        s, o, p = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
-        a, b = cuda.local.array(4, u32), cuda.local.array(4, u32)
+    @device_function
+    def load_queries(call, block, first, memory, part):
+        """Copies the block's rows of Q, and describes the warp's own to `log2_scores`."""
+        queries, _, d_left = call.sizes[:3]
+        cq, slopes, shifts = call.pointers[6], call.pointers[13], call.pointers[14]
+        describe_rows(
+            memory.table + u32(part.warp * (16 * ROW_BYTES)),
+            i32(first + part.rows * 16),
+            i32(block.kv_head * group),
+            block,
+            (cq, slopes, shifts),
+            part.lane,
+        )
+        head = u64(block.batch * block.heads + block.kv_head * group)
+        q = call.pointers[0] + head * u64(queries * d_left)
+        total = i32(queries * group)
+        load_q(memory.q, q, i64(queries * d_left), i64(d_left), first, total, d_left, part.thread)
+
+    @device_function
+    def begin(call, block, given, f, rows, part):
+        """m, l and O before the blocks: after the first keys (`int8_first`), or after none."""
+        for r in range(2):
+            rows.l[r], rows.m[r] = f32(0), i32(MIN_OCTAVE)
         if wide:
             for i in range(n_o):
-                o[i] = f32(0)
+                f.o[i] = f32(0)
         else:
-            sources = all_q, first_k, first_scale, first_v + u64(half * own_channels * 4)
-            first_sizes = i32(heads // group), d_left
-            begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
-        q_row = i32(rows_of * 16 + (lane & 15))
-        q_at, q_chunk = sq + u32(q_row * d), u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
-        k_row = i32(half * own_keys + ((lane >> 4) << 3) + (lane & 7))
-        k_at, k_chunk = sk + u32(k_row * d), u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
-        loader = cuda.local.array(2, i32)  # this thread's number; the heads
-        loader[0], loader[1] = thread, kv
+            first_k, first_scale, first_v = call.pointers[15:]
+            own_v = first_v + u64(part.half * own_channels * 4)
+            sources = call.pointers[0], first_k, first_scale, own_v
+            sizes = i32(block.heads // group), call.sizes[2]
+            begin_rows(
+                Sums(f.o, rows.m, rows.l), part.table, block, sizes, sources, given, part.lane
+            )
+
+    @device_function
+    def find_weights(f, rows, start, memory, block, given, part):
+        """Weights of a block's scores, against the largest one of each row that any warp has."""
+        ahead = i32(part.half * own_keys + 2 * (part.lane & 3))  # the thread's first key of them
+        first_key, scales = i32(start + ahead), memory.scales + u32(4 * ahead)
+        log2_scores(f.s, rows.top, part.table, first_key, scales, block, given)
+        if paired:
+            join_maxima(rows.top, part.table, part.beside, part.lane)
+        weigh(f.s, f.p, rows.top)
+
+    @device_function
+    def exchange(f, at, thread):
+        """The other warp's weights of a pair, through K's place at `at`; where those of both are."""
+        both = at
+        if paired:
+            both = give(f.s if wide else f.p, at, thread)
+            if not wide:
+                take(f.p, both)
+        return both
+
+    @device_function
+    def add_sums(f, rows, both):
+        """l = l * alpha + the sum of P * share; `both` is what `exchange` returns."""
+        find_shares(rows.top, rows.m, rows.alpha, rows.share)
+        if wide and paired:
+            sum_given(both, rows.total)
+        else:
+            sum_weights(f.s if wide else f.p, rows.total)
+        add_weights(rows.total, rows.top, rows.l, rows.alpha, rows.share)
+
+    @device_function
+    def add_values(f, rows, both, values, start, memory, block, channels, part):
+        """O = O * alpha + (P . V) * share for the warp's channels; `values` as for `bring_values`."""
+        factors, begin = (rows.alpha, rows.share), i32(part.half * own_channels)
+        if wide:
+            source = Values(values, block.keys, channels)
+            add_floats(f.o, (f.s, both), factors, memory.v, source, start, begin, part.thread)
+        else:
+            own_at = memory.v + u32(part.half * (own_channels * block_k))
+            add_bytes(f.o, f.p, factors, own_at, i32(channels - begin), part.lane)
+
+    @device_function
+    def write(call, block, f, rows, part):
+        """out, m and l of the thread's rows."""
+        out, m, l = call.pointers[3:6]
+        batch, kv_head, heads, queries = block.batch, block.kv_head, block.heads, block.queries
+        kv_heads, channels, scales = i32(heads // group), call.sizes[4], call.pointers[8]
+        outputs = Outputs(batch, kv_head, queries, heads, kv_heads, channels, out, m, l, scales)
+        sums, begin = Sums(f.o, rows.m, rows.l), i32(part.half * own_channels)
+        write_rows(sums, part.table, outputs, begin, part.lane)
+
+    def flash(pointers, strides, sizes, factors):
+        call = Call(pointers, strides, sizes, factors)
+        shared = cuda.shared.array(0, u32)
+        memory = memory_at(ptx.shared_address(shared))
+        part = find_part(memory)
+        first, block = find_rows(call)
+        keys, total = block.keys, i32(block.queries * group)
+        kv = i32(block.batch * i32(block.heads // group) + block.kv_head)
+        tile, tiles, _, _ = tile_range(first, total, keys, block.diagonal, block.left, block.right)
+        given = OptionData(factors[0], pointers[11], pointers[12], strides)
+        m, l = cuda.local.array(2, i32), cuda.local.array(2, f32)
+        top, weights = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        alpha, share = cuda.local.array(2, f32), cuda.local.array(2, f32)
+        rows = Rows(m, l, top, weights, alpha, share)
+        f = Fragments(
+            cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
+        )
+
+        load_queries(call, block, first, memory, part)
+        begin(call, block, given, f, rows, part)
+        at = find_lane(memory, part.lane, part.rows, part.half)
+        loader = cuda.local.array(2, i32)  # this thread's number; the key heads before this one
+        loader[0], loader[1] = part.thread, kv
         # without a band the end is the number of keys, which is a register anyway
         start, stop = i32(tile * block_k), i32(tiles * block_k) if band else keys
         while start < stop:
             renew_both(loader, 0)
-            heads_before = u64(loader[1])
-            v_of_heads = v + heads_before * (
-                u64(key_count) * u64(channels * 4) if wide else u64(channels * stored)
-            )
-            load_k(
-                sk,
-                k + (heads_before * u64(key_count) + u64(start)) * u64(d_left),
-                i64(d_left),
-                i32(keys - start),
-                d_left,
-                loader[0],
-            )
-            if not turing and not wide:
-                load_v(
-                    sv,
-                    v_of_heads + u64(start),
-                    i64(stored),
-                    channels,
-                    i32(stored - start),
-                    loader[0],
-                )
-            if loader[0] < block_k // 4:
-                copy(
-                    sc + u32(loader[0] * 16),
-                    0,
-                    ck + (heads_before * u64(stored) + u64(start + 4 * loader[0])) * u64(4),
-                    True,
-                )
+            before = u64(loader[1])
+            values = values_of(call, before)
+            bring(memory, call, before, values, start, keys, loader[0])
             commit()
             wait_all()
             cuda.syncthreads()
 
-            # S = Q . K^T, exact
-            for i in range(n_s):
-                s[i] = i32(0)
-            for step in range(k_steps):
-                ptx.ldmatrix(a, 0, q_at + ((q_chunk ^ u32(2 * step)) << u32(4)))
-                for n in range(own_tiles // 2):
-                    ptx.ldmatrix(
-                        b, 0, k_at + u32(n * 16 * d) + ((k_chunk ^ u32(2 * step)) << u32(4))
-                    )
-                    product(s, 8 * n, a, 0, b, 0)
-                    product(s, 8 * n + 4, a, 0, b, 2)
+            multiply_keys(f.s, at)
             if turing and not paired:  # K's tile is done with: V comes in its place
                 cuda.syncthreads()
-                load_v(
-                    sv, v_of_heads + u64(start), i64(stored), channels, i32(stored - start), thread
-                )
-
-            ahead = i32(half * own_keys + 2 * (lane & 3))  # the thread's first key in the block
-            first_key = i32(start + ahead)
-            log2_scores(s, top, table, first_key, sc + u32(4 * ahead), block, given)
-            if paired:
-                join_maxima(top, table, beside, lane)
-            weigh(s, p, top)
-            crossed = sk
-            if paired:
-                crossed = give(s if wide else p, sk, thread)
-                if not wide:
-                    take(p, crossed)
-                if turing:
-                    cuda.syncthreads()
-                    load_v(
-                        sv,
-                        v_of_heads + u64(start),
-                        i64(stored),
-                        channels,
-                        i32(stored - start),
-                        thread,
-                    )
-            find_shares(top, m, alpha, share)
-            if wide and paired:
-                sum_given(crossed, total)
-            else:
-                sum_weights(s if wide else p, total)
-            add_weights(total, top, l, alpha, share)
+                bring_values(memory, call, values, start, part.thread)
+            find_weights(f, rows, start, memory, block, given, part)
+            both = exchange(f, memory.k, part.thread)
+            if turing and paired:  # K's place is done with only now
+                cuda.syncthreads()
+                bring_values(memory, call, values, start, part.thread)
+            add_sums(f, rows, both)
             if turing:
                 cuda.syncthreads()
-            if wide:
-                values = Values(v_of_heads, keys, channels)
-                begin = i32(half * own_channels)
-                add_floats(o, (s, crossed), (alpha, share), sv, values, start, begin, thread)
-            else:
-                own_at = sv + u32(half * (own_channels * block_k))
-                rest = i32(channels - half * own_channels)
-                add_bytes(o, p, (alpha, share), own_at, rest, lane)
+            add_values(f, rows, both, values, start, memory, block, sizes[4], part)
             cuda.syncthreads()
             start = i32(start + block_k)
 
-        outputs = Outputs(
-            batch,
-            kv_head,
-            queries,
-            heads,
-            i32(heads // group),
-            channels,
-            out,
-            m_out,
-            l_out,
-            v_scale,
-        )
-        write_rows(Sums(o, m, l), table, outputs, i32(half * own_channels), lane)
+        write(call, block, f, rows, part)
 
-    return Source(flash, SIGNATURE, threads, table_at + halves * block_q * ROW_BYTES)
+    return Source(flash, SIGNATURE, threads, layout.shared_bytes)

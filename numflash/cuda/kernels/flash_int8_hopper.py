@@ -43,6 +43,7 @@ from .int8_rows import (
     make_write_rows,
 )
 from .int8_softmax import (
+    Rows,
     make_add_weights,
     make_find_shares,
     make_log2_scores,
@@ -72,17 +73,6 @@ class Fragments(NamedTuple):
     o: Any  # sums of the outputs
     p: Any  # weights, four bytes each
     acc: Any  # P . V of some channels
-
-
-class Rows(NamedTuple):
-    """Of a thread's two rows, local arrays: state, and what the last block makes of it."""
-
-    m: Any  # octaves of the maxima
-    l: Any  # sums of the weights
-    top: Any  # the block's largest scores
-    total: Any  # sums of the block's weights
-    alpha: Any  # factors of the sums so far
-    share: Any  # and of the block's
 
 
 def flash_int8_hopper(

@@ -11,7 +11,7 @@ instead of branches keep a warp together. Weights are `int8_weights`.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,17 @@ LOG2E_Q8 = f32(fx.LOG2E_Q8)
 ONE_Q16 = int(fx.ONE_Q16)
 ONES = u32(0x01010101)
 HALF_OCTAVE, QUARTER_OCTAVE, EIGHTH_OCTAVE = fx.HALF_OCTAVE, fx.QUARTER_OCTAVE, fx.EIGHTH_OCTAVE
+
+
+class Rows(NamedTuple):
+    """Of a thread's two rows, local arrays: state, and what the last block makes of it."""
+
+    m: Any  # octaves of the maxima
+    l: Any  # sums of the weights
+    top: Any  # the block's largest scores
+    total: Any  # sums of the block's weights
+    alpha: Any  # factors of the sums so far
+    share: Any  # and of the block's
 
 
 @functools.cache
