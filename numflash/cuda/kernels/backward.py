@@ -47,6 +47,49 @@ SIGNATURE = types.void(
 )
 
 
+class Memory(NamedTuple):
+    """Shared addresses: a block's rows of a and b, the first stages of c, e and the statistics."""
+
+    a: Any
+    b: Any
+    c: Any
+    e: Any
+    statistics: Any
+
+
+class Work(NamedTuple):
+    """What a warp multiplies: local arrays."""
+
+    a: Any  # fragments of its own rows
+    b: Any
+    s: Any  # scores, then weights: 16 x chunk
+    g: Any  # gradient of the weights, then of the scores
+    sum_a: Any
+    sum_b: Any
+
+
+class Own(NamedTuple):
+    """Where a lane reads its warp's rows of a and b.
+
+    A row's address, and the place of its first chunk under the swizzle.
+    """
+
+    a: Any
+    a_chunk: Any
+    b: Any
+    b_chunk: Any
+
+
+class Tile(NamedTuple):
+    """A tile of the other side."""
+
+    c: Any  # shared addresses
+    e: Any
+    pairs: Any  # of statistics, this lane's first
+    start: Any  # its first row
+    query_head: Any
+
+
 class Other(NamedTuple):
     """Where a lane reads rows of the other side's tiles, as `products` takes them.
 
@@ -125,7 +168,51 @@ def flash_backward(
     commit, wait_all, _ = make_waits(not turing)
 
     @device_function
+    def memory_at(base):
+        b = base + u32(a_size)
+        c = b + u32(b_size)
+        e = c + u32(stages * c_size)
+        return Memory(base, b, c, e, e + u32(stages * e_size))
+
+    @device_function
+    def load_own(memory, call, block, first, thread):
+        """Copies the block's rows of a, and of b if dP is wanted."""
+        a, b, (d_left, dv_left) = call.pointers[0], call.pointers[1], call.sizes[2:4]
+        a_batch, a_head, a_step, b_batch, b_head, b_step = call.strides[:6]
+        a = a + u64(block.batch * a_batch + block.head * a_head) + u64(first) * u64(a_step)
+        load_a(memory.a, a, a_step, block.own_left - first, d_left, thread)
+        if want_a:
+            b = b + u64(block.batch * b_batch + block.head * b_head) + u64(first) * u64(b_step)
+            load_b(memory.b, b, b_step, block.own_left - first, dv_left, thread)
+
+    @device_function
+    def find_own(memory, lane, warp):
+        """Where this lane reads its warp's rows."""
+        row = i32(warp * 16 + (lane & 15))
+        a, a_chunk = memory.a + u32(row * d_bytes), u32((lane >> 4) ^ ((row >> shift_a) & xor_a))
+        b, b_chunk = (
+            (a, a_chunk)
+            if alike
+            else (memory.b + u32(row * dv_bytes), u32((lane >> 4) ^ ((row >> shift_b) & xor_b)))
+        )
+        return Own(a, a_chunk, b, b_chunk)
+
+    @device_function
+    def begin(work, own):
+        """Sums of 0; the fragments of the warp's rows that are to stay in registers."""
+        for i in range(n_a):
+            work.sum_a[i] = f32(0)
+        for i in range(n_b):
+            work.sum_b[i] = f32(0)
+        for step in range(a_steps):
+            read_a(work.a, step * 4, own.a, own.a_chunk, 2 * step, 0)
+        if want_a:
+            for step in range(b_steps):
+                read_b(work.b, step * 4, own.b, own.b_chunk, 2 * step, to_b if alike else 0)
+
+    @device_function
     def find_other(lane):
+        """Where this lane reads rows of any tile of the other side."""
         row = ((lane >> 4) << 3) + (lane & 7)
         transposed = lane & 15
         return Other(
@@ -149,70 +236,113 @@ def flash_backward(
             )
         return found
 
-    def backward(pointers, strides, sizes, factors):
-        a, b, stats = pointers[0], pointers[1], pointers[6]
-        a_batch, a_head, a_step, b_batch, b_head, b_step = strides[:6]
-        _, _, d_left, dv_left, heads, _, _, stat_rows = sizes
-        call = Call(pointers, strides, sizes, factors)
-        shared = cuda.shared.array(0, u32)
-        thread = i32(cuda.threadIdx.x)
-        lane, warp = i32(thread & 31), i32(thread >> 5)
-        sa = ptx.shared_address(shared)
-        sb = sa + u32(a_size)
-        sc = sb + u32(b_size)
-        se = sc + u32(stages * c_size)
-        st = se + u32(stages * e_size)
-        first, block = find_rows(pointers[7], pointers[8], sizes)
-        head, batch, own_left, other_left = (
-            block.head,
-            block.batch,
-            block.own_left,
-            block.other_left,
-        )
-        head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
-        first_tile, tiles, whole_low, whole_high = find_columns(block, first)
-        row0 = i32(first + warp * 16 + (lane >> 2))  # of the two that this thread holds, 8 apart
-        statistics = find_statistics(stats, block, row0, heads, stat_rows)
-
-        a = a + u64(batch * a_batch + head * a_head) + u64(first) * u64(a_step)
-        load_a(sa, a, a_step, own_left - first, d_left, thread)
-        if want_a:
-            b = b + u64(batch * b_batch + head * b_head) + u64(first) * u64(b_step)
-            load_b(sb, b, b_step, own_left - first, dv_left, thread)
-        tile, other_head = first_tile, i32(0) if first_tile < tiles else i32(heads_of_other)
+    @device_function
+    def bring_first(memory, call, block, start, first_head, some, thread):
+        """The first tile, if there is `some`, with the block's rows; sm_75 brings it when it is used."""
         if not turing:
-            if other_head < heads_of_other:
-                start = i32(tile * columns)
-                bring(sc, i32(0), call, start, other_left, head_of_other, batch, thread)
+            if some:
+                bring(
+                    memory.c, i32(0), call, start, block.other_left, first_head, block.batch, thread
+                )
             commit()
             wait_all()
         cuda.syncthreads()
 
-        af = cuda.local.array(n_af, u32)
-        bf = cuda.local.array(n_bf, u32)
-        s = cuda.local.array(n_s, f32)  # scores, then weights: 16 x chunk per warp
-        g = cuda.local.array(n_s, f32)  # gradient of the weights, then of the scores
-        sum_a = cuda.local.array(n_a, f32)
-        sum_b = cuda.local.array(n_b, f32)
-        low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        for i in range(n_a):
-            sum_a[i] = f32(0)
-        for i in range(n_b):
-            sum_b[i] = f32(0)
-        own = i32(warp * 16 + (lane & 15))
-        a_at, a_chunk = sa + u32(own * d_bytes), u32((lane >> 4) ^ ((own >> shift_a) & xor_a))
-        b_at, b_chunk = (
-            (a_at, a_chunk)
-            if alike
-            else (sb + u32(own * dv_bytes), u32((lane >> 4) ^ ((own >> shift_b) & xor_b)))
-        )
-        other = find_other(lane)
-        for step in range(a_steps):
-            read_a(af, step * 4, a_at, a_chunk, 2 * step, 0)
-        if want_a:
-            for step in range(b_steps):
-                read_b(bf, step * 4, b_at, b_chunk, 2 * step, to_b if alike else 0)
+    @device_function
+    def bring_next(memory, stage, call, block, first_head, now, then, thread):
+        """Waits until a tile is there, and begins to copy the next one; sm_75 copies the tile itself.
 
+        first_head : of the other side;  now, then : of either tile its first row and its head, from
+        `first_head` on
+        """
+        # what is computed from these is not kept from before the loops: addresses would fill registers
+        mover, batch, head = (
+            (ptx.fresh(thread), ptx.fresh(block.batch), ptx.fresh(first_head))
+            if has_mask
+            else (thread, block.batch, first_head)
+        )
+        left = block.other_left
+        if turing:
+            start, other_head = now
+            bring(memory.c, i32(0), call, start, left, i32(head + other_head), batch, mover)
+            cuda.syncthreads()
+        else:
+            start, other_head = then
+            wait_all()
+            # everyone's part of this tile is there, and the last tile is done with
+            cuda.syncthreads()
+            if other_head < heads_of_other:
+                head = i32(head + other_head)
+                bring(memory.c, i32(stage ^ 1), call, start, left, head, batch, mover)
+            commit()
+
+    @device_function
+    def find_weights(work, block, tile, part, whole, row, quad, statistics, call):
+        """P and dS of a chunk, from S and dP: 0 where a row does not attend to a column.
+
+        part : the chunk's first row in its tile;  whole : the columns that all rows attend to;  row,
+        quad : the thread's first row, and its lane
+        """
+        low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        column0, (whole_low, whole_high) = i32(i32(tile.start + part) + 2 * (quad & 3)), whole
+        find_bounds(low, high, block, row)
+        pairs = tile.pairs + u32(part * 8)
+        weigh(
+            work.s, work.g, low, high, block, tile.query_head, statistics, pairs, row, column0, call
+        )
+        if not has_mask and (tile.start < whole_low or i32(tile.start + columns) > whole_high):
+            clear(work.s, low, high, column0)
+            clear(work.g, low, high, column0)
+
+    @device_function
+    def add_chunk(work, own, other, block, tile, part, whole, row0, lane, statistics, call):
+        """A chunk of a tile: S and dP of the warp's rows, P and dS of them, and these to the sums."""
+        c_at = tile.c + u32(part * d_bytes)
+        e_at = c_at if alike else tile.e + u32(part * dv_bytes)
+        row, quad = (ptx.fresh(row0), ptx.fresh(lane)) if has_mask else (row0, lane)
+        c_rows, e_rows = c_at + u32(other.row * d_bytes), e_at + u32(other.row * dv_bytes)
+        scores(work.s, work.a, own.a, own.a_chunk, c_rows, other.c_chunk)
+        if want_a:
+            products(work.g, work.b, own.b, own.b_chunk, e_rows, other.e_chunk)
+        # a warp whose rows attend to nothing here continues; and what a mask needs is not computed
+        # before the branch, where all registers hold what the products read
+        column = i32(tile.start + part)
+        if not has_mask or warp_attends(block, i32(row - (lane >> 2)), column):
+            find_weights(work, block, tile, part, whole, row, quad, statistics, call)
+            if want_b:
+                e_rows = e_at + u32(other.transposed * dv_bytes)
+                add_b(work.sum_b, work.s, e_rows, other.e_transposed)
+            if want_a:
+                c_rows = c_at + u32(other.transposed * d_bytes)
+                add_a(work.sum_a, work.g, c_rows, other.c_transposed)
+
+    def backward(pointers, strides, sizes, factors):
+        call = Call(pointers, strides, sizes, factors)
+        shared = cuda.shared.array(0, u32)
+        thread = i32(cuda.threadIdx.x)
+        lane, warp = i32(thread & 31), i32(thread >> 5)
+        memory = memory_at(ptx.shared_address(shared))
+        first, block = find_rows(pointers[7], pointers[8], sizes)
+        head, other_left = block.head, block.other_left
+        head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
+        first_tile, tiles, whole_low, whole_high = find_columns(block, first)
+        row0 = i32(first + warp * 16 + (lane >> 2))  # of the two that this thread holds, 8 apart
+        statistics = find_statistics(pointers[6], block, row0, sizes[4], sizes[7])
+        load_own(memory, call, block, first, thread)
+        tile, other_head = first_tile, i32(0) if first_tile < tiles else i32(heads_of_other)
+        some = other_head < heads_of_other
+        bring_first(memory, call, block, i32(tile * columns), head_of_other, some, thread)
+
+        work = Work(
+            cuda.local.array(n_af, u32),
+            cuda.local.array(n_bf, u32),
+            cuda.local.array(n_s, f32),
+            cuda.local.array(n_s, f32),
+            cuda.local.array(n_a, f32),
+            cuda.local.array(n_b, f32),
+        )
+        own, other = find_own(memory, lane, warp), find_other(lane)
+        begin(work, own)
         stage = i32(0)
         while other_head < heads_of_other:
             start = i32(tile * columns)
@@ -222,56 +352,21 @@ def flash_backward(
             ahead_head = other_head
             if ahead == tiles:
                 ahead, ahead_head = first_tile if of_keys else ahead, i32(other_head + 1)
-            # what is computed from these is not kept from before the loops: addresses would fill
-            # registers
-            mover, entry, begin = (
-                (ptx.fresh(thread), ptx.fresh(batch), ptx.fresh(head_of_other))
-                if has_mask
-                else (thread, batch, head_of_other)
+            now, then = (start, other_head), (i32(ahead * columns), ahead_head)
+            bring_next(memory, stage, call, block, head_of_other, now, then, thread)
+            here = Tile(
+                memory.c + u32(stage * c_size),
+                memory.e + u32(stage * e_size),
+                memory.statistics + u32(stage * stat_size) + u32((lane & 3) * 16),
+                start,
+                query_head,
             )
-            if turing:
-                begin = i32(begin + other_head)
-                bring(sc, i32(0), call, start, other_left, begin, entry, mover)
-                cuda.syncthreads()
-            else:
-                wait_all()
-                # everyone's part of this tile is there, and the last tile is done with
-                cuda.syncthreads()
-                if ahead_head < heads_of_other:
-                    next_start, begin = i32(ahead * columns), i32(begin + ahead_head)
-                    bring(sc, i32(stage ^ 1), call, next_start, other_left, begin, entry, mover)
-                commit()
-            c_tile, e_tile = sc + u32(stage * c_size), se + u32(stage * e_size)
-            stat_at = st + u32(stage * stat_size) + u32((lane & 3) * 16)
-
             # the end is not a constant where there are several parts: unrolled they would not fit
             # into registers
-            part = i32(0)
+            part, whole = i32(0), (whole_low, whole_high)
             end = i32(chunk) if columns == chunk else i32(min(columns, other_left - start))
             while part < end:
-                c_at = c_tile + u32(part * d_bytes)
-                e_at = c_at if alike else e_tile + u32(part * dv_bytes)
-                row, quad = (ptx.fresh(row0), ptx.fresh(lane)) if has_mask else (row0, lane)
-                scores(s, af, a_at, a_chunk, c_at + u32(other.row * d_bytes), other.c_chunk)
-                if want_a:
-                    products(g, bf, b_at, b_chunk, e_at + u32(other.row * dv_bytes), other.e_chunk)
-                # a warp whose rows attend to nothing here continues; and what a mask needs is not
-                # computed before the branch, where all registers hold what the products read
-                column = i32(start + part)
-                if not has_mask or warp_attends(block, i32(row - (lane >> 2)), column):
-                    column0 = i32(column + 2 * (quad & 3))
-                    find_bounds(low, high, block, row)
-                    at = stat_at + u32(part * 8)
-                    weigh(s, g, low, high, block, query_head, statistics, at, row, column0, call)
-                    if not has_mask and (start < whole_low or i32(start + columns) > whole_high):
-                        clear(s, low, high, column0)
-                        clear(g, low, high, column0)
-                    if want_b:
-                        e_rows = e_at + u32(other.transposed * dv_bytes)
-                        add_b(sum_b, s, e_rows, other.e_transposed)
-                    if want_a:
-                        c_rows = c_at + u32(other.transposed * d_bytes)
-                        add_a(sum_a, g, c_rows, other.c_transposed)
+                add_chunk(work, own, other, block, here, part, whole, row0, lane, statistics, call)
                 part = i32(part + chunk)
             if turing:
                 cuda.syncthreads()
@@ -279,6 +374,6 @@ def flash_backward(
                 stage = i32(stage ^ 1)
             tile, other_head = ahead, ahead_head
 
-        store_sums(sum_a, sum_b, sa, sb, call, block, first, warp, lane)
+        store_sums(work.sum_a, work.sum_b, memory.a, memory.b, call, block, first, warp, lane)
 
     return Source(backward, SIGNATURE, threads, layout.shared_bytes)
