@@ -28,7 +28,7 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .blocks import make_find_block, make_tile_range
+from .blocks import Call, make_find_block, make_tile_range
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, descriptor, make_issue_scores
 from .int8_first import make_begin_rows
 from .int8_ring import Layout, make_bring, make_ring
@@ -190,130 +190,160 @@ def flash_int8_hopper(
 
     add_first, add_all = make_add_parts(parts - 1), make_add_parts(parts)
 
-    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
-    # their own would all take as arguments.
+    @device_function
+    def find_rows(call):
+        """The first of this block's rows, the heads that are packed into them, what they belong to."""
+        diagonals, lengths = call.pointers[6:8]
+        queries, _, heads, left, right = call.sizes[:5]
+        first, pack, batch = find_block(i32(queries * packed))
+        kv_head = i32(pack * packed // group)
+        keys = ptx.load_global_s32(lengths + u64(batch * 4))
+        diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
+        return first, pack, Block(batch, kv_head, heads, queries, keys, diagonal, left, right)
+
+    @device_function
+    def begin(call, block, given, first_row, first_head, rows_at, f, rows, lane):
+        """m, l and O of the thread's rows after the first keys (`int8_first`).
+
+        The warp's 16 rows from `first_row` on are described at `rows_at`; where the thread's first one
+        is.
+        """
+        q, first_k, first_scale, first_v = call.pointers[12:]
+        cq, slopes, shifts = call.pointers[4], call.pointers[10], call.pointers[11]
+        describe_rows(rows_at, first_row, first_head, block, (cq, slopes, shifts), lane)
+        table = rows_at + u32((lane >> 2) * 16)
+        sums, sources = Sums(f.o, rows.m, rows.l), (q, first_k, first_scale, first_v)
+        first_sizes = i32(block.heads // group), call.sizes[5]
+        begin_rows(sums, table, block, first_sizes, sources, given, lane)
+        return table
+
+    @device_function
+    def own_tiles(block, own_first, tile):
+        """The blocks of keys of the warpgroup's own rows, from `own_first` on: of those from `tile` on
+        some may be none of theirs, and all where the rows are beyond the last.
+        """
+        total = i32(block.queries * packed)
+        own, stop, _, _ = own_range(
+            own_first, total, block.keys, block.diagonal, block.left, block.right
+        )
+        if own >= stop or own_first >= block.queries * packed:
+            own, stop = tile, tile
+        return own, stop
+
+    @device_function
+    def pass_blocks(n, tile, end, ring):
+        """Passes blocks [tile, end); the number of the next one in the ring, and `end`."""
+        while tile < end:
+            pass_block(n, ring)
+            n = i32(n + 1)
+            tile = i32(tile + 1)
+        return n, tile
+
+    @device_function
+    def attend(f, rows, n, tile, stop, dq, ring, table, block, given, lane):
+        """Softmax and both products of the blocks [tile, stop), of which the first is the ring's n.
+
+        Returns the number of the next one in the ring, and `stop`.
+        """
+        last = i32(stop - int(overlap))
+        if overlap and tile < stop:
+            begin_scores(f.s, dq, n, ring)
+            wait_none()
+            fence_s(f.s, 0)
+        while tile < last:
+            stage = u32(n & (stages - 1))
+            dv_at = descriptor(DESCRIPTOR, ring.tiles + stage * u32(stage_size) + u32(k_size))
+            if not overlap:
+                begin_scores(f.s, dq, n, ring)
+                wait_none()
+                fence_s(f.s, 0)
+            scales = ring.scales + stage * u32(scale_size)
+            soften(f, rows, tile, table, scales, block, given, lane)
+            add_first(f, rows, dv_at)
+            begin_values(f, parts - 1, dv_at)
+            n = i32(n + 1)
+            tile = i32(tile + 1)
+            if overlap:  # the next block's scores beside the last sums of this one
+                begin_scores(f.s, dq, n, ring)
+                wait_one()
+            else:
+                wait_none()
+            add_values(f, rows, parts - 1)
+            ptx.mbarrier_arrive(ring.empty + stage * u32(8))
+            if overlap:
+                wait_none()
+                fence_s(f.s, 0)
+        # the last block by itself: with a branch around the next one's scores ptxas would wait for each
+        # product
+        if overlap and tile < stop:
+            stage = u32(n & (stages - 1))
+            dv_at = descriptor(DESCRIPTOR, ring.tiles + stage * u32(stage_size) + u32(k_size))
+            scales = ring.scales + stage * u32(scale_size)
+            soften(f, rows, tile, table, scales, block, given, lane)
+            add_all(f, rows, dv_at)
+            ptx.mbarrier_arrive(ring.empty + stage * u32(8))
+            n = i32(n + 1)
+            tile = i32(tile + 1)
+        return n, tile
+
+    @device_function
+    def write(call, block, f, rows, table, lane):
+        """out, m and l of the thread's rows."""
+        out, m, l = call.pointers[1:4]
+        batch, kv_head, heads, queries = block.batch, block.kv_head, block.heads, block.queries
+        kv_heads, channels, scales = i32(heads // group), call.sizes[1], call.pointers[5]
+        outputs = Outputs(batch, kv_head, queries, heads, kv_heads, channels, out, m, l, scales)
+        write_rows(Sums(f.o, rows.m, rows.l), table, outputs, i32(0), lane)
+
     def flash(pointers, strides, sizes, factors):
-        (
-            maps, out, m_out, l_out, cq_at, v_scale, diagonals, lengths, mask_at, bias_at, slopes,
-            shifts, q, first_k, first_scale, first_v,
-        ) = pointers  # fmt: skip
-        queries, channels, heads, left, right, q_bytes = sizes
+        call = Call(pointers, strides, sizes, factors)
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warpgroup = i32(thread & 31), ptx.uniform(i32(thread >> 7))
-        first, pack, batch = find_block(i32(queries * packed))
-        kv_head = i32(pack * packed // group)
+        first, pack, block = find_rows(call)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
         ring = ring_at(base)
-        keys = ptx.load_global_s32(lengths + u64(batch * 4))
-        diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles, _, _ = tile_range(first, i32(queries * packed), keys, diagonal, left, right)
+        total = i32(block.queries * packed)
+        tile, tiles, _, _ = tile_range(
+            first, total, block.keys, block.diagonal, block.left, block.right
+        )
         if thread == 0:
             prepare(ring)
         cuda.syncthreads()
         if warpgroup == 0:
             FEWER()
             if thread == 0:
-                bring(tile, tiles, first, pack, kv_head, batch, ring, maps)
+                bring(tile, tiles, first, pack, block.kv_head, block.batch, ring, pointers[0])
         else:
             more_registers()
-            s = cuda.local.array(n_s, i32)
-            o = cuda.local.array(n_o, f32)
-            m = cuda.local.array(2, i32)
-            l = cuda.local.array(2, f32)
-            f = Fragments(s, o, cuda.local.array(n_p, u32), cuda.local.array(n_acc, i32))
+            f = Fragments(
+                cuda.local.array(n_s, i32),
+                cuda.local.array(n_o, f32),
+                cuda.local.array(n_p, u32),
+                cuda.local.array(n_acc, i32),
+            )
             rows = Rows(
-                m,
-                l,
+                cuda.local.array(2, i32),
+                cuda.local.array(2, f32),
                 cuda.local.array(2, i32),
                 cuda.local.array(2, i32),
                 cuda.local.array(2, f32),
                 cuda.local.array(2, f32),
             )
-            # the warp's first row in the tile
-            mine = i32((warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16)
-            table = base + u32(table_at) + u32(mine * ROW_BYTES)
-            block = Block(batch, kv_head, heads, queries, keys, diagonal, left, right)
-            given = OptionData(factors[0], mask_at, bias_at, strides)
+            given = OptionData(factors[0], pointers[8], pointers[9], strides)
+            own_first = i32(
+                (warpgroup - 1) * 64
+            )  # the warpgroup's rows in the block, then the warp's
+            mine = i32(own_first + ((thread >> 5) & 3) * 16)
+            rows_at = base + u32(table_at) + u32(mine * ROW_BYTES)
             first_head = i32(pack * packed)
-            describe_rows(
-                table, i32(first + mine), first_head, block, (cq_at, slopes, shifts), lane
-            )
-            table += u32((lane >> 2) * 16)
-            sources = q, first_k, first_scale, first_v
-            first_sizes = i32(heads // group), q_bytes
-            begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
+            table = begin(call, block, given, i32(first + mine), first_head, rows_at, f, rows, lane)
             dq = descriptor(DESCRIPTOR, ring.q + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(ring.full_q, u32(0))
-            n = i32(0)
-            # the warpgroup's own rows: some may be beyond the last, and attend to fewer keys
-            own_first = i32(first + (warpgroup - 1) * 64)
-            own, stop, _, _ = own_range(
-                own_first, i32(queries * packed), keys, diagonal, left, right
-            )
-            if own >= stop or own_first >= queries * packed:
-                own, stop = tile, tile
-            while tile < own:
-                pass_block(n, ring)
-                n = i32(n + 1)
-                tile = i32(tile + 1)
-            last = i32(stop - int(overlap))
-            if overlap and tile < stop:
-                begin_scores(s, dq, n, ring)
-                wait_none()
-                fence_s(s, 0)
-            while tile < last:
-                stage = u32(n & (stages - 1))
-                dv_at = descriptor(DESCRIPTOR, ring.tiles + stage * u32(stage_size) + u32(k_size))
-                if not overlap:
-                    begin_scores(s, dq, n, ring)
-                    wait_none()
-                    fence_s(s, 0)
-                soften(
-                    f, rows, tile, table, ring.scales + stage * u32(scale_size), block, given, lane
-                )
-                add_first(f, rows, dv_at)
-                begin_values(f, parts - 1, dv_at)
-                n = i32(n + 1)
-                tile = i32(tile + 1)
-                if overlap:  # the next block's scores beside the last sums of this one
-                    begin_scores(s, dq, n, ring)
-                    wait_one()
-                else:
-                    wait_none()
-                add_values(f, rows, parts - 1)
-                ptx.mbarrier_arrive(ring.empty + stage * u32(8))
-                if overlap:
-                    wait_none()
-                    fence_s(s, 0)
-            # the last block by itself: with a branch around the next one's scores ptxas would wait for
-            # each product
-            if overlap and tile < stop:
-                stage = u32(n & (stages - 1))
-                dv_at = descriptor(DESCRIPTOR, ring.tiles + stage * u32(stage_size) + u32(k_size))
-                soften(
-                    f, rows, tile, table, ring.scales + stage * u32(scale_size), block, given, lane
-                )
-                add_all(f, rows, dv_at)
-                ptx.mbarrier_arrive(ring.empty + stage * u32(8))
-                n = i32(n + 1)
-                tile = i32(tile + 1)
-            while tile < tiles:
-                pass_block(n, ring)
-                n = i32(n + 1)
-                tile = i32(tile + 1)
-            outputs = Outputs(
-                batch,
-                kv_head,
-                queries,
-                heads,
-                i32(heads // group),
-                channels,
-                out,
-                m_out,
-                l_out,
-                v_scale,
-            )
-            write_rows(Sums(o, m, l), table, outputs, i32(0), lane)
+            own, stop = own_tiles(block, i32(first + (warpgroup - 1) * 64), tile)
+            n, tile = pass_blocks(i32(0), tile, own, ring)
+            n, tile = attend(f, rows, n, tile, stop, dq, ring, table, block, given, lane)
+            pass_blocks(n, tile, tiles, ring)
+            write(call, block, f, rows, table, lane)
 
     return Source(flash, SIGNATURE, 128 * (1 + consumers), layout.shared_bytes)
