@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .blocks import make_tile_range
+from .blocks import Call, make_tile_range
 from .key_parts import make_find_part, make_share, make_store_part
 from .products import make_add, make_scores, make_stage
 from .score_functions import known, make_apply, make_tile_list, pointers_of
@@ -58,6 +58,14 @@ SIGNATURE = types.void(
     types.UniTuple(i32, 7),
     types.UniTuple(f32, 3),
 )
+
+
+class Memory(NamedTuple):
+    """Shared addresses: the tile of Q, the first buffers of K and V."""
+
+    q: Any
+    k: Any
+    v: Any
 
 
 class Operands(NamedTuple):
@@ -154,12 +162,46 @@ def flash_float(
     commit, wait_all, _ = make_waits(not turing)
 
     @device_function
-    def load_tile(sk, sv, operands, stage, start, keys, thread):
+    def find_operands(call, batch, kv_head):
+        k_batch, k_head, k_step, v_batch, v_head, v_step = call.strides[3:9]
+        k = call.pointers[1] + u64(batch * k_batch + kv_head * k_head)
+        v = call.pointers[2] + u64(batch * v_batch + kv_head * v_head)
+        return Operands(k, v, k_step, v_step, call.sizes[1], call.sizes[2])
+
+    @device_function
+    def load_tile(memory, operands, stage, start, keys, thread):
         """Copy keys and values `start` to `start + block_k` into buffer `stage` of shared memory."""
         k, v, k_step, v_step, d_left, dv_left = operands
         k_tile, v_tile = k + u64(start) * u64(k_step), v + u64(start) * u64(v_step)
-        load_k(sk + u32(stage * k_size), k_tile, k_step, keys - start, d_left, thread)
-        load_v(sv + u32(stage * v_size), v_tile, v_step, keys - start, dv_left, thread)
+        load_k(memory.k + u32(stage * k_size), k_tile, k_step, keys - start, d_left, thread)
+        load_v(memory.v + u32(stage * v_size), v_tile, v_step, keys - start, dv_left, thread)
+
+    @device_function
+    def load_first(memory, operands, listed_at, tile, tiles, keys, thread):
+        """The first tile of keys, if there is one, and Q's rows have arrived; sm_75 loads no tile yet."""
+        if not turing:
+            if tile < tiles:
+                start = start_of(listed_at, tile)
+                load_tile(memory, operands, i32(0), start, keys, thread)
+            commit()
+            wait_all()
+        cuda.syncthreads()
+
+    @device_function
+    def load_next(memory, operands, stage, listed_at, tile, tiles, keys, thread):
+        """Waits until a tile has arrived, and begins to copy the next one; sm_75 copies the tile itself."""
+        if turing:
+            start = start_of(listed_at, tile)
+            load_tile(memory, operands, i32(0), start, keys, thread)
+            cuda.syncthreads()
+        else:
+            wait_all()
+            # this tile has arrived; all warps have finished the previous one
+            cuda.syncthreads()
+            if tile + 1 < tiles:
+                ahead = start_of(listed_at, tile + 1)
+                load_tile(memory, operands, stage ^ 1, ahead, keys, thread)
+            commit()
 
     @device_function
     def find_rows(rows, low, high, row, kv_head, place, sides):
@@ -187,6 +229,29 @@ def flash_float(
         return Lane(q_at, q_chunk, u32(k_row * d_bytes), k_chunk, u32(v_row * dv_bytes), v_chunk)
 
     @device_function
+    def begin(o, qf, state, at):
+        """The state before the first tile of keys; Q's fragments that are to stay in registers."""
+        for r in range(2):
+            state.m[r], state.l[r] = NEG_INF, f32(0)
+        for i in range(n_o):
+            o[i] = f32(0)
+        if keep_q:
+            for step in range(k_steps):
+                ptx.ldmatrix(qf, step * 4, at.q + ((at.q_chunk ^ u32(2 * step)) << u32(4)))
+
+    @device_function
+    def apply_options(s, key, rows, place, slopes_at, listed_at, tile, call):
+        """What the call's options make of a tile's scores; `key` is that of the thread's first one."""
+        factors = call.factors
+        if alibi and wide:
+            load_slopes(rows.slope, call.pointers[8], slopes_at, rows.head)
+        change(s, key, rows, place, factors[0] * LN2, call.pointers)
+        if adjusted:
+            adjust(s, key, rows, place, factors, Mask(call.pointers[7], call.strides[12:]))
+        if masks and not is_full(listed_at, tile):
+            hide_by_mask(s, key, rows, place, f32(1), call.pointers)
+
+    @device_function
     def finish_rows(state, factor, rows, sinks_at, lse_at, first, queries, part, parts, lane):
         """alpha = 1 / l of each row, and its LSE to memory.
 
@@ -208,13 +273,35 @@ def flash_float(
                     number = i32(number * parts + part)
                 ptx.store_global_f32(lse_at + u64(number * 4), (top + ptx.lg2(total)) * LN2)
 
-    # One long function: its steps share fragments, addresses and sizes, which functions of their own
-    # would all take as arguments.
+    @device_function
+    def write(o, alpha, memory, first, kv_head, batch, part, rows, warp, lane, call):
+        """The warp's rows of the output, times `alpha`: 16 bytes at a time, through its own part of Q's
+        tile. Those of a part of the keys are float32.
+        """
+        o_batch, o_head, o_step = call.strides[9:12]
+        queries, _, dv_left = call.sizes[:3]
+        to = call.pointers[3] + u64(batch * o_batch)
+        if split:
+            columns = i32(dv_left >> 1)
+            to = to + u64(part * columns * 4)
+            store_part(
+                o, alpha, to, (o_head, o_step), rows.query, rows.head, queries, columns, lane
+            )
+        else:
+            if dv > d:
+                cuda.syncthreads()
+            else:
+                cuda.syncwarp()
+            mine = memory.q + u32(warp * 16 * max(d_bytes, dv_bytes))
+            stage_rows(o, mine, alpha[0], alpha[1], lane)
+            cuda.syncwarp()
+            to = to + u64(kv_head * group * o_head)
+            total = i32(queries * group)
+            store_o(mine, to, o_head, o_step, first + warp * 16, total, dv_left, lane)
+
     def flash(pointers, strides, sizes, factors):
-        q, k, v, o_out, lse_at, diagonals, lengths, mask_at, slopes, sinks_at = pointers[:OWN]
-        q_batch, q_head, q_step, k_batch, k_head, k_step = strides[:6]
-        v_batch, v_head, v_step, o_batch, o_head, o_step = strides[6:12]
-        queries, d_left, dv_left, heads, left, right, parts = sizes
+        call = Call(pointers, strides, sizes, factors)
+        queries, d_left, _, heads, left, right, parts = sizes
         factor = f32(1) if transform else factors[0]  # `adjust` has scaled the scores already
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
@@ -222,17 +309,13 @@ def flash_float(
         total = i32(queries * group)
         first, kv_head, batch, part = find_part(total, parts)
         sq = ptx.shared_address(shared)
-        sk = sq + u32(q_size)
-        sv = sk + u32(stages * k_size)
-        q = q + u64(batch * q_batch + kv_head * group * q_head)
-        k = k + u64(batch * k_batch + kv_head * k_head)
-        v = v + u64(batch * v_batch + kv_head * v_head)
-        operands = Operands(k, v, k_step, v_step, d_left, dv_left)
+        memory = Memory(sq, sq + u32(q_size), sq + u32(q_size) + u32(stages * k_size))
+        operands = find_operands(call, batch, kv_head)
 
         # rows of this block, the tiles of keys that any of them attends to, and the keys that all
         # of them attend to
-        keys = ptx.load_global_s32(lengths + u64(batch * 4))
-        diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
+        keys = ptx.load_global_s32(pointers[6] + u64(batch * 4))
+        diagonal = ptx.load_global_s32(pointers[5] + u64(batch * 4))
         place = Place(batch, diagonal, queries, keys)
         tile, tiles, whole_low, whole_high = tile_range(first, total, keys, diagonal, left, right)
         listed_at, tile, tiles = find_tiles(pointers, batch, kv_head, first // block_q, tile, tiles)
@@ -244,60 +327,31 @@ def flash_float(
         find_rows(rows, low, high, row, kv_head, place, (left, right))
         rows.slope[0], rows.slope[1] = f32(0), f32(0)
         if alibi and not wide:
-            load_slopes(rows.slope, slopes, batch * heads, rows.head)
+            load_slopes(rows.slope, pointers[8], batch * heads, rows.head)
 
-        load_q(sq, q, q_head, q_step, first, total, d_left, thread)
-        if not turing:
-            if tile < tiles:
-                start = start_of(listed_at, tile)
-                load_tile(sk, sv, operands, i32(0), start, keys, thread)
-            commit()
-            wait_all()
-        cuda.syncthreads()
-
+        q = pointers[0] + u64(batch * strides[0] + kv_head * group * strides[1])
+        load_q(sq, q, strides[1], strides[2], first, total, d_left, thread)
+        load_first(memory, operands, listed_at, tile, tiles, keys, thread)
         state = State(cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32))
         o = cuda.local.array(n_o, f32)  # the output so far: 16 x dv per warp
-        for r in range(2):
-            state.m[r], state.l[r] = NEG_INF, f32(0)
-        for i in range(n_o):
-            o[i] = f32(0)
         qf = cuda.local.array(n_qf, u32)  # A fragments of Q
         s = cuda.local.array(n_s, f32)  # scores, then weights: 16 x block_k per warp
         at = find_lane(sq, lane, warp)
-        if keep_q:
-            for step in range(k_steps):
-                ptx.ldmatrix(qf, step * 4, at.q + ((at.q_chunk ^ u32(2 * step)) << u32(4)))
+        begin(o, qf, state, at)
 
         stage = i32(0)
         while tile < tiles:
             start = start_of(listed_at, tile)
-            if turing:
-                load_tile(sk, sv, operands, i32(0), start, keys, thread)
-                cuda.syncthreads()
-            else:
-                wait_all()
-                # this tile has arrived; all warps have finished the previous one
-                cuda.syncthreads()
-                if tile + 1 < tiles:
-                    ahead = start_of(listed_at, tile + 1)
-                    load_tile(sk, sv, operands, stage ^ 1, ahead, keys, thread)
-                commit()
-
-            scores(s, qf, at.q, at.q_chunk, sk + u32(stage * k_size) + at.k, at.k_chunk)
+            load_next(memory, operands, stage, listed_at, tile, tiles, keys, thread)
+            k_tile, v_tile = memory.k + u32(stage * k_size), memory.v + u32(stage * v_size)
+            scores(s, qf, at.q, at.q_chunk, k_tile + at.k, at.k_chunk)
             key = i32(start + 2 * (lane & 3))  # of this thread's first score
-            if alibi and wide:
-                load_slopes(rows.slope, slopes, batch * heads, rows.head)
-            change(s, key, rows, place, factors[0] * LN2, pointers)
-            if adjusted:
-                adjust(s, key, rows, place, factors, Mask(mask_at, strides[12:]))
-            if masks and not is_full(listed_at, tile):
-                hide_by_mask(s, key, rows, place, f32(1), pointers)
+            apply_options(s, key, rows, place, batch * heads, listed_at, tile, call)
             if start < whole_low or start + block_k > whole_high:
                 hide(s, key, low, high)
             softmax(s, state.m, state.l, state.alpha, factor)
             rescale(o, state.alpha)
-            add_values(o, s, sv + u32(stage * v_size) + at.v, at.v_chunk)
-
+            add_values(o, s, v_tile + at.v, at.v_chunk)
             if turing:
                 cuda.syncthreads()
             else:
@@ -305,25 +359,9 @@ def flash_float(
             tile += 1
 
         finish_rows(
-            state, factor, rows, sinks_at, lse_at, batch * heads, queries, part, parts, lane
+            state, factor, rows, pointers[9], pointers[4], batch * heads, queries, part, parts, lane
         )
-        if split:
-            columns = i32(dv_left >> 1)
-            to = o_out + u64(batch * o_batch) + u64(part * columns * 4)
-            store_part(
-                o, state.alpha, to, (o_head, o_step), rows.query, rows.head, queries, columns, lane
-            )
-        else:
-            # through this warp's own part of Q's tile, so that memory is written 16 bytes at a time
-            if dv > d:
-                cuda.syncthreads()
-            else:
-                cuda.syncwarp()
-            mine = sq + u32(warp * 16 * max(d_bytes, dv_bytes))
-            stage_rows(o, mine, state.alpha[0], state.alpha[1], lane)
-            cuda.syncwarp()
-            to = o_out + u64(batch * o_batch + kv_head * group * o_head)
-            store_o(mine, to, o_head, o_step, first + warp * 16, total, dv_left, lane)
+        write(o, state.alpha, memory, first, kv_head, batch, part, rows, warp, lane, call)
 
     own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
     return Source(flash, own, threads, q_size + stages * (k_size + v_size))
