@@ -24,7 +24,7 @@ from ...tiling import KEY_BLOCK
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .blocks import make_find_block
+from .blocks import Call, make_find_block
 from .int8_four_rows import (
     CHANNELS,
     MAGNITUDE,
@@ -361,23 +361,148 @@ def int8_quantize(
                         ptx.store_global_f32(shifts + at, f32(0))
             word = i32(word + WARPS)
 
-    # One long function: its steps share some twenty addresses and sizes, which functions of their
-    # own would all take as arguments.
+    @device_function
+    def value_rows(y, numbers, top, raw, table, word, row, kv, call, c, lane):
+        """Four rows of V from `row` on as word `word` of the tile in shared memory, and finer in memory if
+        they are first keys'. Returns whether this lane's row is finite.
+        """
+        of_channels(numbers, table + u32(FACTORS), c)
+        unpack(y, raw)
+        largest(y, top)
+        good = True
+        if not ptx.vote_all(i32(is_finite(largest_of(top)))):
+            good = is_finite(join(top, lane))
+            clear_bad(y, good, lane)
+        store_values(table + u32(TILE), y, numbers, word, call.sizes[7], c)
+        if row < fx.FIRST_KEYS:
+            number = i32(kv * fx.FIRST_KEYS + row)
+            first_values(y, numbers, call.pointers[17], number, c)
+        return good
+
+    @device_function
+    def key_rows(x, numbers, top, raw, table, to, row, kv, length, good_v, place, call, c, lane):
+        """Four rows of K from `row` on as bytes and scales, and finer if they are first keys.
+
+        to : the head's bytes and scales;  good_v : what `value_rows` returned for the same rows
+        """
+        (k_bytes, key_scale), (planes, first_scale) = to, call.pointers[15:17]
+        keys, row_bytes, stored = call.sizes[3], call.sizes[6], call.sizes[8]
+        factors = cuda.local.array(ROWS, f32)
+        unpack(x, raw)
+        largest(x, top)
+        if smooth:
+            of_channels(numbers, table + u32(MEANS), c)
+            take_means(x, numbers, top)
+        peak, j = join(top, lane), i32(row + place.ahead)
+        good_k = is_finite(peak)
+        scale, factor = f32(1), f32(0)
+        if j < length:
+            scale, factor = scale_of(ptx.from_bits(u32(peak)))
+        spread(factors, factor if good_k else f32(0), lane)
+        clear_bad(x, good_k, lane)
+        store_rows(k_bytes, x, factors, row, keys, row_bytes, c)
+        scale = ptx.fmin(scale, SCALE_LIMIT)
+        scale = (scale if good_k and good_v else NAN) if j < keys else f32(0)
+        if place.own < ROWS and j < stored:
+            ptx.store_global_f32(key_scale + u64(j * 4), scale)
+        if place.own < ROWS and j < fx.FIRST_KEYS:
+            at = first_scale + u64(i32(kv * fx.FIRST_KEYS + j) * 4)
+            ptx.store_global_f32(at, ptx.mul(scale, fine_unit))
+        if row < fx.FIRST_KEYS:
+            first_keys(x, factors, planes, i32(kv * 2 * fx.FIRST_KEYS + row), c)
+
+    @device_function
+    def find_table(table, before, chunks, kv, length, first, call, thread):
+        """Means and factors of a head's channels in shared memory; its first block writes the means of K
+        and the scales of V.
+
+        before : bytes of a channel's float32 of the chunks of the heads before
+        """
+        sums, peaks = call.pointers[4:6]
+        channels, columns, v_columns = call.sizes[4], call.sizes[5], call.sizes[7]
+        sums, peaks = sums + before * u64(channels), peaks + before * u64(columns)
+        mean, scale = find_means(table, sums, peaks, chunks, length, channels, columns, thread)
+        column = i32(thread ^ (THREADS // 2))
+        if first == 0 and thread < channels:
+            at = call.pointers[14] + u64(i32(kv * channels + thread) * 4)
+            ptx.store_global_f32(at, mean)
+        if first == 0 and column < v_columns:
+            at = call.pointers[13] + u64(i32(kv * v_columns + column) * 4)
+            ptx.store_global_f32(at, scale)
+
+    @device_function
+    def write_tile(table, kv, first, call, warp, lane):
+        """The block's bytes of V, which `value_rows` has made: a warp writes a channel after the other."""
+        v_bytes, v_columns, stored = call.pointers[12], call.sizes[7], call.sizes[8]
+        c = warp
+        while c < v_columns:
+            at = table + u32(TILE + c * KEY_BLOCK) + turned(lane, c)
+            to = (i64(kv) * i64(v_columns) + i64(c)) * i64(stored) + i64(first + 4 * lane)
+            ptx.store_global(v_bytes + u64(to), u32(ptx.load_shared_s32(at)))
+            c = i32(c + WARPS)
+
+    @device_function
+    def keys_and_values(first, head, batch, table, call, thread, warp, lane):
+        """A block's keys and values from `first` on, of a KV head."""
+        kv_heads, _, keys, channels, columns, row_bytes, _, stored = call.sizes[1:]
+        strides = call.strides
+        kv = i32(batch * kv_heads + head)
+        length = ptx.load_global_s32(call.pointers[3] + u64(batch * 4))
+        chunks = i32(max(1, (keys + CHUNK - 1) // CHUNK))
+        k = call.pointers[1] + u64(i64(batch) * strides[4] + i64(head) * strides[5])
+        v = call.pointers[2] + u64(i64(batch) * strides[8] + i64(head) * strides[9])
+        k_steps, v_steps = (strides[6], strides[7]), (strides[10], strides[11])
+        k_whole = is_whole(k, k_steps[0], k_steps[1], channels)
+        v_whole = is_whole(v, v_steps[0], v_steps[1], columns)
+        place, start = place_of(lane)
+        raw_k, raw_v = cuda.local.array(n_raw, u32), cuda.local.array(n_raw, u32)
+        x, numbers = cuda.local.array(n_x, f32), cuda.local.array(own, f32)
+        top = cuda.local.array(ROWS, i32)
+        before = u64(kv) * u64(chunks) * u64(4)
+        to = (
+            call.pointers[10] + u64(kv) * u64(keys) * u64(row_bytes),
+            call.pointers[11] + u64(kv) * u64(stored) * u64(4),
+        )
+        word, stop = i32(start + warp), i32(start + group_words)
+        good_v = True
+        # one turn more than there are words: the next rows of V are on their way while those of K
+        # become bytes, and the other way round
+        while word < stop + WARPS:
+            c, kv, lane = ptx.fresh(place.c), ptx.fresh(kv), ptx.fresh(lane)
+            row, done = i32(first + first_row(word)), i32(word - WARPS)
+            old_row = i32(first + first_row(done))
+            if done >= start:
+                good_v = value_rows(x, numbers, top, raw_v, table, done, old_row, kv, call, c, lane)
+            if word < stop:
+                read(raw_v, v, v_steps, row, length, columns, v_whole, c)
+            if done >= start:
+                key_rows(
+                    x, numbers, top, raw_k, table, to, old_row, kv, length, good_v, place, call, c, lane
+                )  # fmt: skip
+            if word < stop:
+                read(raw_k, k, k_steps, row, length, channels, k_whole, c)
+            if word < start + WARPS:  # while the first rows are on their way
+                find_table(table, before, chunks, kv, length, first, call, thread)
+                cuda.syncthreads()
+            word = i32(word + WARPS)
+        cuda.syncthreads()
+        if first < stored:
+            write_tile(table, kv, first, call, warp, lane)
+
     def quantize(pointers, strides, sizes, factors):
-        q, k, v, lengths, sums, peaks = pointers[:6]
-        q_bytes, q_scale, cq, shifts, k_bytes, key_scale, v_bytes, v_scale, means = pointers[6:15]
-        planes, first_scale, first_v = pointers[15:]
-        heads, kv_heads, queries, keys, channels, columns, row_bytes, v_columns, stored = sizes
+        call = Call(pointers, strides, sizes, factors)
+        heads, _, queries, keys, channels, _, row_bytes, _, stored = sizes
         shared = cuda.shared.array(0, u32)
         table = ptx.shared_address(shared)
         thread = i32(cuda.threadIdx.x)
         lane, warp = i32(thread & 31), i32(thread >> 5)
         first, head, batch = find_block(i32(max(1, max(queries, keys))))
         if head < heads:
+            q_bytes, q_scale, cq, shifts = pointers[6:10]
             before = u64(i32(batch * heads + head)) * u64(queries)
             rows = before * u64(4)
             query_rows(
-                q + u64(i64(batch) * strides[0] + i64(head) * strides[1]),
+                pointers[0] + u64(i64(batch) * strides[0] + i64(head) * strides[1]),
                 (strides[2], strides[3]),
                 first,
                 warp,
@@ -387,95 +512,7 @@ def int8_quantize(
                 lane,
             )
         elif first < stored or first == 0:
-            head = i32(head - heads)
-            kv = i32(batch * kv_heads + head)
-            length = ptx.load_global_s32(lengths + u64(batch * 4))
-            chunks = i32(max(1, (keys + CHUNK - 1) // CHUNK))
-            k += u64(i64(batch) * strides[4] + i64(head) * strides[5])
-            v += u64(i64(batch) * strides[8] + i64(head) * strides[9])
-            k_steps, v_steps = (strides[6], strides[7]), (strides[10], strides[11])
-            k_whole = is_whole(k, k_steps[0], k_steps[1], channels)
-            v_whole = is_whole(v, v_steps[0], v_steps[1], columns)
-            place, start = place_of(lane)
-            raw_k, raw_v = cuda.local.array(n_raw, u32), cuda.local.array(n_raw, u32)
-            x, numbers = cuda.local.array(n_x, f32), cuda.local.array(own, f32)
-            top, f = cuda.local.array(ROWS, i32), cuda.local.array(ROWS, f32)
-            before = u64(kv) * u64(chunks) * u64(4)
-            k_bytes += u64(kv) * u64(keys) * u64(row_bytes)
-            key_scale += u64(kv) * u64(stored) * u64(4)
-            word, stop = i32(start + warp), i32(start + group_words)
-            good_v = True
-            # one turn more than there are words: the next rows of V are on their way while those of K
-            # become bytes, and the other way round
-            while word < stop + WARPS:
-                c, kv, lane = ptx.fresh(place.c), ptx.fresh(kv), ptx.fresh(lane)
-                row, done = i32(first + first_row(word)), i32(word - WARPS)
-                old_row = i32(first + first_row(done))
-                if done >= start:
-                    of_channels(numbers, table + u32(FACTORS), c)
-                    unpack(x, raw_v)
-                    largest(x, top)
-                    good_v = True
-                    if not ptx.vote_all(i32(is_finite(largest_of(top)))):
-                        good_v = is_finite(join(top, lane))
-                        clear_bad(x, good_v, lane)
-                    store_values(table + u32(TILE), x, numbers, done, v_columns, c)
-                    if old_row < fx.FIRST_KEYS:
-                        first_values(x, numbers, first_v, i32(kv * fx.FIRST_KEYS + old_row), c)
-                if word < stop:
-                    read(raw_v, v, v_steps, row, length, columns, v_whole, c)
-                if done >= start:
-                    unpack(x, raw_k)
-                    largest(x, top)
-                    if smooth:
-                        of_channels(numbers, table + u32(MEANS), c)
-                        take_means(x, numbers, top)
-                    peak, j = join(top, lane), i32(old_row + place.ahead)
-                    good_k = is_finite(peak)
-                    scale, factor = f32(1), f32(0)
-                    if j < length:
-                        scale, factor = scale_of(ptx.from_bits(u32(peak)))
-                    spread(f, factor if good_k else f32(0), lane)
-                    clear_bad(x, good_k, lane)
-                    store_rows(k_bytes, x, f, old_row, keys, row_bytes, c)
-                    scale = ptx.fmin(scale, SCALE_LIMIT)
-                    scale = (scale if good_k and good_v else NAN) if j < keys else f32(0)
-                    if place.own < ROWS and j < stored:
-                        ptx.store_global_f32(key_scale + u64(j * 4), scale)
-                    if place.own < ROWS and j < fx.FIRST_KEYS:
-                        at = first_scale + u64(i32(kv * fx.FIRST_KEYS + j) * 4)
-                        ptx.store_global_f32(at, ptx.mul(scale, fine_unit))
-                    if old_row < fx.FIRST_KEYS:
-                        first_keys(x, f, planes, i32(kv * 2 * fx.FIRST_KEYS + old_row), c)
-                if word < stop:
-                    read(raw_k, k, k_steps, row, length, channels, k_whole, c)
-                if word < start + WARPS:  # while the first rows are on their way
-                    mean, scale = find_means(
-                        table,
-                        sums + before * u64(channels),
-                        peaks + before * u64(columns),
-                        chunks,
-                        length,
-                        channels,
-                        columns,
-                        thread,
-                    )
-                    column = i32(thread ^ (THREADS // 2))
-                    if first == 0 and thread < channels:
-                        ptx.store_global_f32(means + u64(i32(kv * channels + thread) * 4), mean)
-                    if first == 0 and column < v_columns:
-                        at = v_scale + u64(i32(kv * v_columns + column) * 4)
-                        ptx.store_global_f32(at, scale)
-                    cuda.syncthreads()
-                word = i32(word + WARPS)
-            cuda.syncthreads()
-            if first < stored:
-                c = warp
-                while c < v_columns:
-                    at = table + u32(TILE + c * KEY_BLOCK) + turned(lane, c)
-                    to = (i64(kv) * i64(v_columns) + i64(c)) * i64(stored) + i64(first + 4 * lane)
-                    ptx.store_global(v_bytes + u64(to), u32(ptx.load_shared_s32(at)))
-                    c = i32(c + WARPS)
+            keys_and_values(first, i32(head - heads), batch, table, call, thread, warp, lane)
 
     return Source(
         quantize, SIGNATURE, THREADS, TILE + dv * KEY_BLOCK, blocks=2 if shape.turns == 1 else 1
