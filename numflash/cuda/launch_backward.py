@@ -39,7 +39,7 @@ from .device.operands import (
 from .kernels.backward import flash_backward
 from .kernels.backward_float32 import backward_float32
 from .kernels.backward_rows import ROWS, backward_rows
-from .kernels.flash_float32 import WARPS
+from .kernels.float32_pairs import WARPS
 from .launch_backward_hopper import ShapeOf, hopper_passes, pass_of, takes
 from .launch_backward_hopper import shape_of as hopper_shape
 

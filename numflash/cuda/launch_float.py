@@ -401,7 +401,8 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
 
     On the card its arrays are contiguous.
     """
-    from .kernels.flash_float32 import WARPS, flash_float32
+    from .kernels.flash_float32 import flash_float32
+    from .kernels.float32_pairs import WARPS
 
     nb, nh, nkv, length, s, d, dv = problem.shape
     if results is None:
