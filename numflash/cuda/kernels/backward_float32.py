@@ -8,15 +8,15 @@ not attend to is never read, so its value cannot matter.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .blocks import make_find_block
-from .flash_float32 import WARPS, warp_sum
+from .blocks import Call, make_find_block
+from .float32_pairs import WARPS, bias_of, mask_allows, slope_of
 from .scores import LOG2E, tanh_accurate
-from .softmax import NEG_INF
+from .softmax import NEG_INF, warp_sum
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
@@ -66,6 +66,17 @@ def make_row(width: int) -> tuple[Any, Any, Any, Any]:
     return load, dot, add, store
 
 
+class Pair(NamedTuple):
+    """A query and a key that it attends to."""
+
+    batch: Any
+    head: Any  # of queries
+    query: Any
+    key: Any
+    q: Any  # the query's number among the rows of q, dO, O and LSE
+    k: Any  # the key's among those of k and v
+
+
 def backward_float32(
     gradients: str,
     d: int,
@@ -88,14 +99,70 @@ def backward_float32(
     load_b, dot_b, add_b, store_b = make_row(dv)
     find_block = make_find_block(WARPS, folded=folded)
 
-    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
-    # their own would all take as arguments.
+    @device_function
+    def find_range(own, keys, diagonal, call):
+        """The rows of the other side that row `own` attends to, or that attend to it."""
+        queries, left, right = call.sizes[0], call.sizes[5], call.sizes[6]
+        low, high = max(own + diagonal - left, 0), min(keys, own + diagonal + right + 1)
+        if of_keys:
+            low, high = max(own - diagonal - right, 0), min(queries, own - diagonal + left + 1)
+            if own >= keys:
+                high = low
+        return low, high
+
+    @device_function
+    def attends(batch, head, query, key, call):
+        """Whether a query attends to a key, and what the bias adds to its score."""
+        seen, added = True, f32(0)
+        if mask:
+            seen = mask_allows(call.pointers[10], call.strides, batch, head, query, key)
+        if bias:
+            added = bias_of(call.pointers[11], call.strides, batch, head, query, key)
+            seen = seen and added != NEG_INF
+        return seen, added
+
+    @device_function
+    def weigh(x, added, pair, diagonal, call):
+        """P = exp(S - LSE) of a product x, and the derivative of the softcap."""
+        x, slope = x * call.factors[0], f32(1)
+        if softcap:
+            t = tanh_accurate(ptx.div(x, call.factors[2]))
+            x, slope = call.factors[2] * t, f32(1) - t * t
+        if alibi:
+            steepness = slope_of(call.pointers[12], pair.batch, call.sizes[4], pair.head)
+            x -= steepness * f32(abs(pair.query + diagonal - pair.key))
+        lse = ptx.load_global_f32(call.pointers[5] + pair.q * u64(4)) * LOG2E
+        return ptx.ex2(x + added * LOG2E - lse), slope
+
+    @device_function
+    def find_delta(pair, lane, call):
+        """D = sum(dO * O) of the pair's query, less the gradient of its LSE."""
+        grad, out, dv_left = call.pointers[3], call.pointers[4], call.sizes[3]
+        row = cuda.local.array(dv_parts, f32)
+        load_b(row, grad + pair.q * u64(dv_left * 4), dv_left, lane)
+        delta = dot_b(row, out + pair.q * u64(dv_left * 4), dv_left, lane)
+        if of_lse:
+            delta -= ptx.load_global_f32(call.pointers[13] + pair.q * u64(4))
+        return delta
+
+    @device_function
+    def add_pair(a, b, sum_a, sum_b, added, pair, diagonal, lane, call):
+        """sum_a += dS.c and, of keys, sum_b += P.e of a row c, e of the other side."""
+        q, k, v, grad = call.pointers[:4]
+        d_left, dv_left = call.sizes[2:4]
+        c = (q + pair.q * u64(d_left * 4)) if of_keys else (k + pair.k * u64(d_left * 4))
+        p, slope = weigh(dot_a(a, c, d_left, lane), added, pair, diagonal, call)
+        e = grad + pair.q * u64(dv_left * 4) if of_keys else v + pair.k * u64(dv_left * 4)
+        g = dot_b(b, e, dv_left, lane)
+        ds = p * (g - find_delta(pair, lane, call)) * slope
+        add_a(sum_a, ds, c, d_left, lane)
+        if of_keys:
+            add_b(sum_b, p, e, dv_left, lane)
+
     def backward(pointers, strides, sizes, factors):
-        q, k, v, grad, out, lse_at, out_a, out_b, diagonals, lengths, mask_at, bias_at, slopes = (
-            pointers[:13]
-        )
-        queries, key_count, d_left, dv_left, heads, left, right = sizes
-        scale_log2, scale, cap = factors
+        call = Call(pointers, strides, sizes, factors)
+        q, k, v, grad, _, _, out_a, out_b, diagonals, lengths = pointers[:10]
+        queries, key_count, d_left, dv_left, heads, _, _ = sizes
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
         own_rows = key_count if of_keys else queries
         first, head, batch = find_block(own_rows)
@@ -111,87 +178,21 @@ def backward_float32(
                 sum_a[i] = f32(0)
             for i in range(dv_parts):
                 sum_b[i] = f32(0)
-            low, high = max(own + diagonal - left, 0), min(keys, own + diagonal + right + 1)
+            low, high = find_range(own, keys, diagonal, call)
             at = u64((batch * heads + head) * queries + own)
             if of_keys:
-                low, high = max(own - diagonal - right, 0), min(queries, own - diagonal + left + 1)
-                if own >= keys:
-                    high = low
                 at = u64(kv_head * key_count + own)
             load_a(a, (k if of_keys else q) + at * u64(d_left * 4), d_left, lane)
             load_b(b, (v if of_keys else grad) + at * u64(dv_left * 4), dv_left, lane)
             for h in range(first_head, first_head + heads_of_other):
                 for other in range(low, high):
                     query, key = (other, own) if of_keys else (own, other)
-                    seen, added = True, f32(0)
-                    if mask:
-                        seen = ptx.load_global_u8(
-                            mask_at
-                            + u64(
-                                batch * strides[0]
-                                + h * strides[1]
-                                + query * strides[2]
-                                + key * strides[3]
-                            )
-                        ) != u32(0)
-                    if bias:
-                        added = ptx.load_global_f32(
-                            bias_at
-                            + u64(
-                                batch * strides[4]
-                                + h * strides[5]
-                                + query * strides[6]
-                                + key * strides[7]
-                            )
-                        )
-                        seen = seen and added != NEG_INF
+                    seen, added = attends(batch, h, query, key, call)
                     if seen:
                         q_at = u64((batch * heads + h) * queries + query)
-                        k_at = u64(kv_head * key_count + key)
-                        x = dot_a(
-                            a,
-                            (q + q_at * u64(d_left * 4))
-                            if of_keys
-                            else (k + k_at * u64(d_left * 4)),
-                            d_left,
-                            lane,
-                        )
-                        x, slope = x * scale_log2, f32(1)
-                        if softcap:
-                            t = tanh_accurate(ptx.div(x, cap))
-                            x, slope = cap * t, f32(1) - t * t
-                        if alibi:
-                            steepness = (
-                                ptx.load_global_f32(slopes + u64((batch * heads + h) * 4)) * LOG2E
-                            )
-                            x -= steepness * f32(abs(query + diagonal - key))
-                        p = ptx.ex2(
-                            x + added * LOG2E - ptx.load_global_f32(lse_at + q_at * u64(4)) * LOG2E
-                        )
-                        other_b = (
-                            grad + q_at * u64(dv_left * 4)
-                            if of_keys
-                            else v + k_at * u64(dv_left * 4)
-                        )
-                        g = dot_b(b, other_b, dv_left, lane)
-                        row = cuda.local.array(dv_parts, f32)
-                        load_b(row, grad + q_at * u64(dv_left * 4), dv_left, lane)
-                        delta = dot_b(row, out + q_at * u64(dv_left * 4), dv_left, lane)
-                        if of_lse:
-                            delta -= ptx.load_global_f32(pointers[13] + q_at * u64(4))
-                        ds = p * (g - delta) * slope
-                        add_a(
-                            sum_a,
-                            ds,
-                            (q + q_at * u64(d_left * 4))
-                            if of_keys
-                            else (k + k_at * u64(d_left * 4)),
-                            d_left,
-                            lane,
-                        )
-                        if of_keys:
-                            add_b(sum_b, p, other_b, dv_left, lane)
-            store_a(sum_a, out_a + at * u64(d_left * 4), scale, d_left, lane)
+                        pair = Pair(batch, h, query, key, q_at, u64(kv_head * key_count + key))
+                        add_pair(a, b, sum_a, sum_b, added, pair, diagonal, lane, call)
+            store_a(sum_a, out_a + at * u64(d_left * 4), factors[1], d_left, lane)
             if of_keys:
                 store_b(sum_b, out_b + at * u64(dv_left * 4), f32(1), dv_left, lane)
 
