@@ -73,6 +73,15 @@ class State(NamedTuple):
     top: Any  # the largest score so far, where `m` is the unified maximum
 
 
+class Work(NamedTuple):
+    """What a thread multiplies: local arrays."""
+
+    q: Any  # fragments of the rows
+    s: Any  # scores of 16 keys
+    o: Any  # the output so far
+    factor: Any  # of the scores, for each row
+
+
 class Lane(NamedTuple):
     """Where a lane reads its part of fragments with ldmatrix.
 
@@ -361,6 +370,48 @@ def decode_float(
     )
     commit, wait_all, wait_but_one = make_waits(not turing)
 
+    @device_function
+    def find_factors(factor, memory, lane):
+        for i in range(n_rows):
+            factor[i] = ptx.load_shared_f32(memory.factors + u32(row_of(lane, i) * 4))
+
+    @device_function
+    def begin(o, state, top):
+        """No key has been seen; `top` is what weights are relative to at first."""
+        for i in range(n_o):
+            o[i] = f32(0)
+        for i in range(n_rows):
+            state.m[i], state.l[i], state.top[i] = top, f32(0), NOTHING
+
+    @device_function
+    def add_tile(
+        work, state, at, memory, pages, start, constant, rows, task, tokens, options, thread
+    ):
+        """The online softmax's step: a tile of keys, from `start` on, into l and O of the rows.
+
+        The next keys are under way when it ends. `pages` are those of keys and of values; `constant`
+        as for `score_rows`.
+        """
+        (keys, values), lane, warp = pages, thread & 31, thread >> 5
+        wait_all()
+        # the keys are there, and everyone is done with the last values and weights
+        cuda.syncthreads()
+        load_v(memory.v, values, start, task.stop, thread)
+        commit()
+        multiply_keys(work.s, work.q, at)
+        score_rows(
+            work.s, state, work.factor, constant, rows, memory.maxima, start, task, tokens, options,
+            warp, lane,
+        )  # fmt: skip
+        cuda.syncthreads()  # everyone is done with these keys
+        if start + BLOCK_K < task.stop:
+            load_k(memory.k, keys, start + BLOCK_K, task.stop, thread)
+        commit()
+        weigh(work.s, state, constant, memory, warp, lane)
+        wait_but_one()
+        cuda.syncthreads()  # values and weights are there
+        add_values(work.o, state, at, memory, warp, lane)
+
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, tables, lengths, out, m_out, l_out = pointers[:8]
         options = options_of(pointers, factors)
@@ -385,60 +436,30 @@ def decode_float(
             i32(tokens.length - queries),
         )
         find_rows(rows, task, tokens, row_count, options, lane)
-        factor = cuda.local.array(n_rows, f32)  # of the scores
-        for i in range(n_rows):
-            factor[i] = ptx.load_shared_f32(memory.factors + u32(row_of(lane, i) * 4))
+        factor = cuda.local.array(n_rows, f32)
+        find_factors(factor, memory, lane)
         state = State(
             cuda.local.array(n_rows, f32),
             cuda.local.array(n_rows, f32),
             cuda.local.array(n_rows, f32),
             cuda.local.array(n_rows, f32),
         )
-        s = cuda.local.array(n_s, f32)  # scores of 16 keys
-        o = cuda.local.array(n_o, f32)
-        qf = cuda.local.array(n_qf, u32)
-        at = find_lane(memory, lane, warp)
-        load_queries(qf, at)
+        s, o = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32)
+        work = Work(cuda.local.array(n_qf, u32), s, o, factor)
+        at, pages = find_lane(memory, lane, warp), (keys, values)
+        load_queries(work.q, at)
         constant = unified  # whether this pass takes phi for the maximum
         again = True
         while again:
             again = False
-            for i in range(n_o):
-                o[i] = f32(0)
-            for i in range(n_rows):
-                state.m[i], state.l[i], state.top[i] = phi if constant else NOTHING, f32(0), NOTHING
+            begin(o, state, phi if constant else NOTHING)
             start = task.start
             while start < task.stop:
-                wait_all()
-                # the keys are there, and everyone is done with the last values and weights
-                cuda.syncthreads()
-                load_v(memory.v, values, start, task.stop, thread)
-                commit()
-                multiply_keys(s, qf, at)
-                score_rows(
-                    s,
-                    state,
-                    factor,
-                    constant,
-                    rows,
-                    memory.maxima,
-                    start,
-                    task,
-                    tokens,
-                    options,
-                    warp,
-                    lane,
-                )
-                cuda.syncthreads()  # everyone is done with these keys
-                if start + BLOCK_K < task.stop:
-                    load_k(memory.k, keys, start + BLOCK_K, task.stop, thread)
-                commit()
-                weigh(s, state, constant, memory, warp, lane)
-                wait_but_one()
-                cuda.syncthreads()  # values and weights are there
-                add_values(o, state, at, memory, warp, lane)
+                add_tile(
+                    work, state, at, memory, pages, start, constant, rows, task, tokens, options,
+                    thread,
+                )  # fmt: skip
                 start += BLOCK_K
-
             if constant:
                 constant = False
                 again = overflows(state.top, phi, memory.maxima, warp, lane)
