@@ -90,6 +90,15 @@ class State(NamedTuple):
     weight: Any  # what a block's own sums are multiplied by
 
 
+class Work(NamedTuple):
+    """What a thread multiplies: local arrays."""
+
+    q: Any  # fragments of the rows
+    s: Any  # scores of four keys
+    o: Any  # the output so far
+    ratio: Any  # of the four keys' values, shares of the largest scale
+
+
 @device_function
 def rounded(x):
     """A score in Q8.8, within what the weights take."""
@@ -297,6 +306,56 @@ def decode_int8(
     n_s, n_o = 4 * groups, 2 * value_tiles * groups
     commit, wait_all, wait_but_one = make_waits(not turing)
 
+    @device_function
+    def find_scales(at, keys, task, bytes_of):
+        """The pages of the scales at address `at`, in the order of those of `keys`."""
+        page, head = bytes_of[4:]
+        start = at + u64(task.kv_head) * u64(head)
+        return Pages(start, u64(page), keys.table, keys.shift, u64(head) >> u64(1))
+
+    @device_function
+    def load_keys(memory, stage, pages, start, task, thread):
+        """Copies the tile of keys from `start` on, and the scales of its keys and values."""
+        keys, _, scales = pages
+        load_k(memory.k, keys, start, task.stop, thread)
+        load_scales(memory.scales + u32(stage * SCALES), scales, start, task.stop, thread)
+
+    @device_function
+    def begin(o, state):
+        """No key has been seen."""
+        for i in range(groups):
+            state.m[i], state.l[i] = i32(MIN_OCTAVE), f32(0)
+        for i in range(n_o):
+            o[i] = f32(0)
+
+    @device_function
+    def add_tile(work, state, at, memory, pages, start, stage, rows, task, tokens, options, thread):
+        """The online softmax's step: a tile of keys, from `start` on, into l and O of the rows.
+
+        The next keys are under way when it ends. `pages` are those of keys, values and scales, `stage`
+        is which of two places has this tile's scales.
+        """
+        lane, warp = thread & 31, thread >> 5
+        wait_all()
+        # the keys are there, and everyone is done with the last values and weights
+        cuda.syncthreads()
+        load_v(memory.v, pages[1], start, task.stop, thread)
+        commit()
+        here = memory.scales + u32(stage * SCALES)
+        multiply_keys(work.s, work.q, at)
+        bad = score_rows(work.s, rows, here, memory, start, task, tokens, options, warp, lane)
+        largest = share_values(work.ratio, here, i32(task.stop - start), warp, lane)
+
+        cuda.syncthreads()  # everyone is done with these keys, and the maxima are there
+        if start + KEY_BLOCK < task.stop:
+            load_keys(memory, stage ^ 1, pages, i32(start + KEY_BLOCK), task, thread)
+        commit()
+        weigh(work.s, bad, state, work.ratio, memory, warp, lane)
+        wait_but_one()
+        cuda.syncthreads()  # values, weights and their sums are there
+        add_sums(state, memory.sums, ptx.mul(largest, VALUE_UNIT), lane)
+        add_values(work.o, state.alpha, state.weight, at)
+
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers[:9]
         options = options_of(pointers, factors)
@@ -306,17 +365,9 @@ def decode_int8(
         shared = cuda.shared.array(0, u32)
         memory = layout(ptx.shared_address(shared))
         task, keys, values, tokens = find_task(k, v, tables, lengths, bytes_of, sizes)
-        s_page, s_head = bytes_of[4:]
-        scales = Pages(
-            scale_at + u64(task.kv_head) * u64(s_head),
-            u64(s_page),
-            keys.table,
-            keys.shift,
-            u64(s_head) >> u64(1),
-        )
+        pages = keys, values, find_scales(scale_at, keys, task, bytes_of)
         if task.start < task.stop:
-            load_k(memory.k, keys, task.start, task.stop, thread)
-            load_scales(memory.scales, scales, task.start, task.stop, thread)
+            load_keys(memory, i32(0), pages, task.start, task, thread)
             commit()
         query_rows(memory, q, task, row_count, channels, factors[0], warp, lane)
         cuda.syncthreads()
@@ -335,41 +386,18 @@ def decode_int8(
             cuda.local.array(groups, f32),
             cuda.local.array(groups, f32),
         )
-        s = cuda.local.array(n_s, i32)  # scores of four keys
-        o = cuda.local.array(n_o, f32)
-        qf = cuda.local.array(n_qf, u32)
-        ratio = cuda.local.array(4, u32)
+        s, o = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32)
+        work = Work(cuda.local.array(n_qf, u32), s, o, cuda.local.array(4, u32))
         top = cuda.local.array(groups, f32)
-        for i in range(groups):
-            state.m[i], state.l[i] = i32(MIN_OCTAVE), f32(0)
-        for i in range(n_o):
-            o[i] = f32(0)
+        begin(o, state)
         at = find_lane(memory, lane, warp)
-        load_queries(qf, at)
+        load_queries(work.q, at)
         start, stage = task.start, i32(0)
         while start < task.stop:
-            wait_all()
-            # the keys are there, and everyone is done with the last values and weights
-            cuda.syncthreads()
-            load_v(memory.v, values, start, task.stop, thread)
-            commit()
-            here = memory.scales + u32(stage * SCALES)
-            multiply_keys(s, qf, at)
-            bad = score_rows(s, rows, here, memory, start, task, tokens, options, warp, lane)
-            largest = share_values(ratio, here, i32(task.stop - start), warp, lane)
-
-            cuda.syncthreads()  # everyone is done with these keys, and the maxima are there
+            add_tile(
+                work, state, at, memory, pages, start, stage, rows, task, tokens, options, thread
+            )
             stage ^= 1
-            if start + KEY_BLOCK < task.stop:
-                load_k(memory.k, keys, i32(start + KEY_BLOCK), task.stop, thread)
-                ahead = memory.scales + u32(stage * SCALES)
-                load_scales(ahead, scales, i32(start + KEY_BLOCK), task.stop, thread)
-            commit()
-            weigh(s, bad, state, ratio, memory, warp, lane)
-            wait_but_one()
-            cuda.syncthreads()  # values, weights and their sums are there
-            add_sums(state, memory.sums, ptx.mul(largest, VALUE_UNIT), lane)
-            add_values(o, state.alpha, state.weight, at)
             start = i32(start + KEY_BLOCK)
 
         for i in range(groups):
