@@ -283,6 +283,8 @@ def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
         bits = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
         array: np.ndarray = bits.numpy()
     except (TypeError, RuntimeError) as error:
+        if x._is_zerotensor():
+            check_memory(name, x)
         if x.is_neg():  # dense, but its numbers are not in its memory
             raise ArgumentTypeError(
                 f"{name}: got a tensor with PyTorch's negative bit; allowed: {name}.resolve_neg()"

@@ -84,13 +84,13 @@ def _on_card(
         found = again(query, key, value, None, grad_out, out, lse, grad_lse)
     else:
         arrays = tuple(x.detach() for x in (grad_out, query, key, value, out, lse))
-        found = api.differentiate((*arrays, grad_lse), *_asked_for(options, key), call=call)
+        found = api.differentiate((*arrays, grad_lse), *_asked_for(options, query, key), call=call)
     return *found, query.new_empty(0)
 
 
-def _asked_for(options: tuple[Any, ...], key: Tensor) -> tuple[Options, str]:
+def _asked_for(options: tuple[Any, ...], query: Tensor, key: Tensor) -> tuple[Options, str]:
     """The options and the implementation, without what has no gradient."""
-    asked, impl = asked_for(options, key)
+    asked, impl = asked_for(options, query, key)
     return replace(detached(asked), pv=None), impl  # which is of "int8" only
 
 
@@ -188,7 +188,7 @@ def _in_full(
     `call`, if there is one.
     """
     grad_out, query, key, value, out, lse = tensors
-    asked, impl = _asked_for(options, key)
+    asked, impl = _asked_for(options, query, key)
     problem = validation.problem(query, key, value, asked)
     shape, given = tuple(query.shape), (grad_out, out, lse, grad_lse)
     operands = validation.gradient_operands(problem, shape, *given, "bhld")

@@ -27,7 +27,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Te
     ready = None if runner is None else with_tensors(runner, query, key, options)
     if ready is not None:
         return run(ready, query, key, value, True)
-    asked, impl = asked_for(options, key)
+    asked, impl = asked_for(options, query, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
     asked = detached(asked)
     if query.is_cuda:  # allocates through PyTorch, and gets the current stream

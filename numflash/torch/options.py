@@ -72,14 +72,14 @@ def typed(values: tuple) -> tuple:
     return tuple(others[x] if x in others else getattr(asked, x) for x in OPTIONS)
 
 
-def asked_for(values: tuple, key: Tensor) -> tuple[Options, str]:
+def asked_for(values: tuple, query: Tensor, key: Tensor) -> tuple[Options, str]:
     """The operator's options as `numflash.attention` takes them, and which implementation is asked
     for.
     """
     given, impl = _named(values)
     mask, lengths = given["attn_mask"], given["key_lengths"]
     given["attn_mask"], given["key_lengths"] = as_key_lengths(
-        mask, lengths, given["alignment"], key
+        mask, lengths, given["alignment"], query, key
     )
     return Options(**given, return_lse=True), impl
 
@@ -102,7 +102,7 @@ def to_describe(
     """The options' tensors, the alignment, and (B, H, L, S): what `KernelPlan.for_arrays` takes."""
     mask, lengths, slopes, sinks = tensors_of(options)
     alignment = options[ALIGNMENT]
-    mask, lengths = as_key_lengths(mask, lengths, alignment, key)
+    mask, lengths = as_key_lengths(mask, lengths, alignment, query, key)
     b, h, length, _ = query.shape
     return OptionArrays(mask, lengths, slopes, sinks), alignment, (b, h, length, key.shape[2])
 

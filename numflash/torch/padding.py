@@ -6,23 +6,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interop.arrays import check_memory
 from ..interop.padding import KINDS, make_count
 
 OF_DTYPE = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
 
 def as_key_lengths(
-    mask: Tensor | None, lengths: Tensor | None, alignment: str, key: Tensor
+    mask: Tensor | None, lengths: Tensor | None, alignment: str, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, Tensor | np.ndarray | None]:
     """A mask and key lengths, the latter instead of a mask of nothing but padding."""
     if mask is None or lengths is not None or alignment != "upper_left":
         return mask, lengths  # with another alignment the diagonal would move with the lengths
     if mask.layout is not torch.strided or mask.is_nested or mask.is_neg() or mask.requires_grad:
         return mask, None  # which is refused elsewhere, or has a gradient
-    batch, _, keys, _ = key.shape
-    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[3] != keys:
-        return mask, None
+    (batch, heads, rows, _), keys = query.shape, key.shape[2]
+    sizes = (1, batch), (1, heads), (1, rows), (keys,)
+    if mask.dim() != 4 or any(x not in y for x, y in zip(mask.shape, sizes, strict=True)):
+        return mask, None  # which may not fit, and is refused elsewhere
     found = None if 0 in mask.shape else _key_lengths(mask, batch)
     return (mask, None) if found is None else (None, found)
 
@@ -45,9 +45,8 @@ def _on_cpu(mask: Tensor, batch: int) -> np.ndarray | None:
     nb, heads, rows, keys = mask.shape
     of_batch, of_heads, of_rows, of_keys = mask.stride()
     known = OF_DTYPE.get(mask.dtype)
-    if known is None or of_keys != 1:
-        return None
-    check_memory("attn_mask", mask)
+    if known is None or of_keys != 1 or not mask.data_ptr():
+        return None  # without memory it is refused elsewhere
     size, lengths = mask.element_size(), np.empty(batch, np.int64)
     alike = make_count(*known)(
         mask.data_ptr(),

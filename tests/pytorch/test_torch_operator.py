@@ -71,6 +71,19 @@ def test_trailing_padding_becomes_key_lengths(monkeypatch):
         np.testing.assert_allclose(out, want, atol=0.03 if half else 1e-6)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 1, 7), (2, 1, 4, 7), (2, 4, 2, 7), (3, 1, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_padding_that_does_not_fit_is_refused(shape, dtype):
+    seen = torch.arange(7) < 4
+    numbers = seen if dtype is torch.bool else torch.zeros(7).masked_fill(~seen, -torch.inf)
+    for mask in (numbers.expand(shape), numbers.repeat(*shape[:3], 1)):
+        for call in (nt.attention, nt.scaled_dot_product_attention):
+            for _ in range(2):  # after a call with a mask that fits, too
+                with pytest.raises(ValueError, match="attn_mask: got shape"):
+                    call(Q, K, V, mask)
+                call(Q, K, V, numbers.expand(2, 4, 5, 7))
+
+
 def test_no_queries_and_a_mask():
     out = nt.attention(Q[:, :, :0], K, V, torch.ones(2, 4, 0, 7, dtype=torch.bool))
     assert tuple(out.shape) == (2, 4, 0, V.shape[3])
