@@ -9,7 +9,7 @@ from oracles import draw, naive
 
 import numflash
 from numflash.cache.kvcache import KVCache
-from numflash.cpu import launch
+from numflash.cpu import launch, launch_backward
 from numflash.jit import target
 from numflash.validation import problem
 from numflash.validation.options import Options
@@ -199,3 +199,22 @@ def test_a_huge_value_that_left_the_window_costs_precision_until_it_is_replaced(
     cache.append(key[:, :, 100:300].copy(), value[:, :, 100:300].copy())
     want, _ = naive(query, key[:, :, 236:300], value[:, :, 236:300])
     assert np.abs(cache.decode(query) - want).sum() < 0.05 * np.abs(want).sum()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("length", [4, 13, 20])
+def test_masks_of_keys_that_no_row_sees(isa, length):
+    """Fault: the gradient's tiles are whole vectors of queries, and those behind the last one saw a key that
+    causal attention hides from all rows.
+    """
+    s = length + 12
+    q, grad = draw((1, 1, length, 20)), draw((1, 1, length, 20), 1)
+    k, v = draw((1, 1, s, 20), 2), draw((1, 1, s, 20), 3)
+    for bad in (np.nan, np.inf, 3e38):
+        mask = np.zeros((1, s), F)
+        mask[0, length + 1] = bad
+        asked = problem(q, k, v, Options(attn_mask=mask, is_causal=True, precision="float32"))
+        out, lse = launch.run(asked, isa)
+        _, *found = launch_backward.run(asked, grad, out, lse, isa=isa)
+        for x in found:
+            assert np.isfinite(x).all() and not x[:, :, length:].any()

@@ -229,6 +229,11 @@ def make_backward(name: str):
             lo, hi = visible(options, head.b, key + r, s)
             lo = min(max(lo - tile.query, 0), columns)
             hi = min(max(hi - tile.query, 0), columns)
+            if (
+                always
+            ):  # a mask may hold NaN for keys that only queries behind the last one would see
+                hi = min(hi, max(0, options.sizes[0] - tile.query))
+                lo = min(lo, hi)
             if key + r < s and head.hidden[key + r]:
                 hi = lo
             changed = always or lo > 0 or hi < columns
