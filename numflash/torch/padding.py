@@ -42,6 +42,7 @@ def _key_lengths(mask: Tensor, batch: int) -> Tensor | np.ndarray | None:
 
 
 def _on_cpu(mask: Tensor, batch: int) -> np.ndarray | None:
+    """The same of a mask on the CPU, of any of `KINDS`, which may be written out for all heads and rows."""
     nb, heads, rows, keys = mask.shape
     of_batch, of_heads, of_rows, of_keys = mask.stride()
     known = OF_DTYPE.get(mask.dtype)

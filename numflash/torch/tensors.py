@@ -13,7 +13,7 @@ from ..interop.arrays import WORD, ArrayInterface
 # dtypes whose equal calls keep plans, as `plan_store.keep_runner` names them; float16 is converted to
 # float32, the others are read where they are
 READ = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-HALVES = torch.float16, torch.bfloat16
+HALVES = torch.float16, torch.bfloat16  # of masks, which are widened for kernels
 OF_NAME = {name: dtype for dtype, name in READ.items()}
 
 
@@ -70,9 +70,8 @@ def result_like(query: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """
     b, h, length, _ = query.shape
     shape = b, h, length, columns
-    if query.is_cpu and query.stride(1) < query.stride(
-        2
-    ):  # a view would refuse to be changed in place
+    of_head, of_row = query.stride()[1:3]
+    if query.is_cpu and of_head < of_row:  # not a view, which would refuse to be changed in place
         steps = length * h * columns, columns, h * columns, 1
         return query.new_empty_strided(shape, steps, dtype=dtype)
     return query.new_empty(shape, dtype=dtype)
