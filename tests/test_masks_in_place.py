@@ -4,7 +4,7 @@ import weakref
 
 import numpy as np
 import pytest
-from oracles import naive, qkv
+from oracles import naive, naive_gradients, qkv
 
 import numflash
 from numflash.cpu import plan
@@ -135,24 +135,31 @@ def test_wrong_lengths_after_right_ones():
             attention(alibi_slopes=np.array(wrong))
 
 
-@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
-def test_the_diagonal_follows_the_lengths(alignment):
-    for lengths in ([S, 30], [20, 7], [S, 30]):
-        options = {"key_lengths": np.array(lengths), "is_causal": True, "alignment": alignment}
-        for _ in range(2):
-            check(attention(**options), **options)
-            gradients(**options)
+def test_the_diagonal_follows_lengths_and_alignment():
+    """Of as many keys as queries: with all of them, both alignments have one plan of gradients."""
+    arrays = [x[:, :, :L] for x in ARRAYS]
+    for lengths in ([L, L], [12, 7], [L, L]):
+        for alignment in ("upper_left", "lower_right"):
+            options = {"key_lengths": np.array(lengths), "is_causal": True, "alignment": alignment}
+            want = naive_gradients(GRADIENT, *arrays, **options)
+            for _ in range(3):
+                results = numflash.attention(*arrays, return_lse=True, **options)
+                found = numflash.attention_backward(GRADIENT, *arrays, *results, **options)
+                for x, y in zip(found, want, strict=True):
+                    np.testing.assert_allclose(x, y, atol=1e-4)
 
 
 @planned
 def test_what_is_kept_is_bounded_and_holds_no_mask():
-    for n in range(12):
-        mask = np.ones((L, S), bool)
+    masks = [
+        np.ones((L, S), bool) for _ in range(12)
+    ]  # at once, so that each has a place of its own
+    for n, mask in enumerate(masks):
         mask[:, n] = False
         for _ in range(2):
             check(attention(attn_mask=mask), attn_mask=mask)
-        gone = weakref.ref(mask)
-        del mask
-        assert gone() is None
     (kept,) = plan_store._plans.plans.values()
     assert 0 < len(kept.runner.others) <= plan.MOST_OTHERS
+    gone = [weakref.ref(x) for x in masks]
+    del mask, masks
+    assert not any(x() is not None for x in gone)

@@ -826,6 +826,18 @@ MUTANTS = [
         "tests/cpu/test_decode_arguments.py -k tail",
     ),
     Mutant(
+        "cpu/plan.py",
+        "if len(self.others) >= MOST_OTHERS:",
+        "if False:",
+        "tests/test_masks_in_place.py -k bounded",
+    ),
+    Mutant(
+        "cpu/backward/few_gradients.py",
+        "results.scores[:] = F(0)",
+        "pass",
+        "tests/cpu/test_few_gradients.py -k never_leaks",
+    ),
+    Mutant(
         "cpu/backward/flash_backward.py",
         "hi = min(hi, max(0, options.sizes[0] - tile.query))",
         "pass",

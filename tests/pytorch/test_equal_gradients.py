@@ -113,6 +113,25 @@ def test_equal_calls_follow_their_numbers(layout, dtype, mask, in_full):
         assert len(in_full) == 1, number
 
 
+@needs_tiles
+@pytest.mark.parametrize("mask", ["no mask", "padding", "mask", "bias"])
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "heads together", "a batch expanded"])
+def test_equal_calls_of_few_rows_follow_their_numbers(layout, dtype, mask, in_full):
+    """The last three queries alone, which have a kernel of their own."""
+    for _ in range(3):
+        query, key, value, grad = drawn(LAYOUTS[layout], dtype)
+        operands, grad = (query[:, :, -3:], key, value), grad[:, :, -3:]
+        options = {
+            n: x[..., -3:, :] if x.shape[2] > 1 else x for n, x in MASKS[mask](dtype).items()
+        }
+        found = ours(operands, grad, **options)
+        wanted = exact(operands, grad, **options)
+        for x, want in zip(found, wanted, strict=True):
+            assert (x.double() - want).abs().max() <= BUDGETS[dtype] * want.abs().max()
+    assert len(in_full) == 1
+
+
 @pytest.mark.parametrize("dtype", BUDGETS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_lie_as_their_tensors_do(layout, dtype, in_full):
