@@ -22,7 +22,7 @@ from .backward.held import Given, found_of
 from .floats.call import addresses
 from .isa.strided import strided
 from .launch_float import isa_of
-from .problem_arrays import at_address, heads, semantics, slope_functions
+from .problem_arrays import at_address, gradient_semantics, heads
 
 F = np.float32
 LSE = 5  # its place among the addresses of a call
@@ -215,7 +215,7 @@ def _rows(
     )
     limit = np.inf if double else tiled.FINITE  # 0 * infinity is no number
     scales = tuple(float(np.clip(x, -limit, limit)) for x in (problem.scale * LOG2E, problem.scale))
-    options = semantics(problem)._replace(functions=slope_functions(problem, double))
+    options = gradient_semantics(problem, double)
     threads = numba.get_num_threads()
     given = backward_rows.Given._make(
         (*operands, units, np.ones(lse.shape), delta, rows, *scales, options, nh, nkv, s, threads)

@@ -84,6 +84,12 @@ def semantics(problem: Problem, double: bool = False) -> Semantics:
     )
 
 
+def gradient_semantics(problem: Problem, double: bool = False) -> Semantics:
+    """The same for gradients, with the slopes of score functions."""
+    plain = semantics(problem.changed(functions=None))
+    return plain._replace(functions=slope_functions(problem, double))
+
+
 def functions_of(problem: Problem, double: bool = False) -> ScoreTiles:
     """The score and mask functions as kernels call them."""
     if problem.functions is None:

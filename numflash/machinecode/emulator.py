@@ -271,9 +271,9 @@ class Emulated:
                 size * int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape))
             )
 
-        old = words(dims, nd)
-        new = contiguous(words(new_dims, new_nd))
-        if 0 not in old and words(strides, nd) != contiguous(old):
+        old, new = words(dims, nd), contiguous(words(new_dims, new_nd))
+        steps = zip(old, words(strides, nd), contiguous(old), strict=True)
+        if 0 not in old and any(n > 1 and step != whole for n, step, whole in steps):
             return 0
         self._uc.mem_write(new_strides, struct.pack(f"<{new_nd}q", *new))
         return 1

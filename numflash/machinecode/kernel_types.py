@@ -102,10 +102,6 @@ def backward(kind: str = "float32") -> tuple[Any, ...]:
     )
     stored = "float32" if kind == "float32" else "uint16"
     o3, o2 = array(stored, 3), array(stored, 2)
-    options = (
-        INT, INT, integers, integers, array("uint8", 5), array("float32", 5), FLOAT, f2,
-        score_tiles(), containers.UniTuple(INT, 2),
-    )  # fmt: skip
     given = *[ROWS_IN_PLACE] * 5, f2, f2, integers, types.float64, types.boolean
     booleans = array("bool_", 2)
     gradients = containers.NamedTuple((*[ROWS_IN_PLACE] * 3, f3), b.Gradients)
@@ -114,10 +110,12 @@ def backward(kind: str = "float32") -> tuple[Any, ...]:
         containers.NamedTuple(given, held.Given),
         containers.NamedTuple(found, held.Found),
         containers.NamedUniTuple(FLOAT, 3, b.Factors),
-        containers.NamedTuple(options, b.Options),
-        containers.NamedUniTuple(INT, 5, b.Sizes),
+        semantics(),
+        containers.NamedUniTuple(INT, 6, b.Sizes),
         integers,
-        containers.NamedTuple((f2, f2, f2, o2, o2, o2, o3, o3, o3, f2, f3, f3), b.Scratch),
+        containers.NamedTuple(
+            (f2, f2, f2, o2, o2, o2, o3, o3, o3, f2, f3, f3, array("uint8", 2), f2), b.Scratch
+        ),
         containers.NamedTuple((o3, o2, o3, o2, array("float32", 4)), b.Prepared),
         gradients,
         gradients,

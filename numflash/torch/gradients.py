@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from .. import api, validation
 from ..dispatch import backends, plan_store
 from ..dispatch.option_gradients import of_mask as of_mask_gradient
 from ..errors import UnsupportedError
-from ..interop.arrays import check_memory
+from ..interop.arrays import address, check_memory
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..validation.options import Options
 from .batching import one_call
@@ -102,7 +103,7 @@ def _on_cpu(
     found = [_memory_for(x) for x in (query, key, value)]
     scores = None
     if of_mask:
-        scores = query.new_zeros((*query.shape[:3], key.shape[2]), dtype=torch.float32)
+        scores = np.zeros((*query.shape[:3], key.shape[2]), np.float32)  # in large pages
     call, runner = known_call(plan_store.gradients, query, key, value, options)
     known = runner is not None and _are_results(tensors, grad_lse)
     if not (known and _by_runner(runner, tensors, grad_lse, options, found, scores)):
@@ -142,7 +143,7 @@ def _by_runner(
     grad_lse: Tensor | None,
     options: tuple[Any, ...],
     found: list[Tensor],
-    scores: Tensor | None,
+    scores: np.ndarray | None,
 ) -> bool:
     """Write the gradients of query, key and value to `found`, and those of the scores, by a
     `GradientRunner`; False where it does not hold all rows.
@@ -157,15 +158,14 @@ def _by_runner(
     rows = *operands, *written
     whole = all(map(Tensor.is_contiguous, rows))
     steps = None if whole else strides(*rows)
-    places = [
-        0 if x is None else x.data_ptr() for x in (*operands, lse, grad_lse, *written, scores)
-    ]
+    places = [0 if x is None else x.data_ptr() for x in (*operands, lse, grad_lse, *written)]
+    places.append(0 if scores is None else address(scores))
     with pytorch_threads(), one_at_a_time():
         held: bool = runner.run_at(places, steps, arrays)
     if held:
         _copy(written, found)
     elif scores is not None:
-        scores.zero_()
+        scores.fill(0)
     return held
 
 
@@ -181,7 +181,7 @@ def _in_full(
     grad_lse: Tensor | None,
     options: tuple[Any, ...],
     found: list[Tensor],
-    scores: Tensor | None,
+    scores: np.ndarray | None,
     call: Any,
 ) -> None:
     """The same of a call that is checked in full, and leaves a runner for the next one with the key
@@ -194,18 +194,17 @@ def _in_full(
     operands = validation.gradient_operands(problem, shape, *given, "bhld")
     written = [as_written(x) for x in found]
     with pytorch_threads():
-        of_scores = None if scores is None else array(scores)
-        backends.solve_backward(problem, operands, impl, [array(x) for x in written], of_scores)
+        backends.solve_backward(problem, operands, impl, [array(x) for x in written], scores)
     _copy(written, found)
     if call is not None:
         plan_store.keep_gradients(call, problem, impl, READ[query.dtype])
 
 
-def _of_mask(scores: Tensor | None, mask: Tensor, query: Tensor) -> Tensor:
+def _of_mask(scores: np.ndarray | None, mask: Tensor, query: Tensor) -> Tensor:
     """The gradient of a mask from that of the scores (B, H, L, S); of size 0 without these."""
     if scores is None:
         return query.new_empty(0)
-    found = of_mask_gradient(array(scores), tuple(mask.shape))
+    found = of_mask_gradient(scores, tuple(mask.shape))
     return torch.from_numpy(found).to(mask.dtype)
 
 

@@ -53,21 +53,22 @@ def arguments_of(plan, operands):
     *found, counter = zeros(tiled.found_kinds(plan.shape, p.high))
     copies = [np.zeros((nb, nh, *x.shape[2:]), F) for x in arrays[:3]]
     no_scores = np.zeros((0, 0, 0), F)
+    tiles = tiled.scratch_kinds(ISA, (p.wide, p.columns), p.workers)
     factors, largest = plan.reals[:3], float(plan.reals[3])
     return (
         Given(
             *map(in_place, arrays[:5]),
             *arrays[5:7],
-            plan.options.key_lengths,
+            plan.arrays.key_lengths,
             largest,
             bool(p.bounds),
         ),
         Found(*found),
         Factors(*map(F, factors)),
-        plan.options,
-        Sizes(nh, nkv, s, p.splits, p.workers),
+        plan.arrays,
+        Sizes(nh, nkv, length, s, p.splits, p.workers),
         counter,
-        Scratch._make(zeros(tiled.scratch_kinds(ISA, (p.wide, p.columns), p.workers))),
+        Scratch._make(zeros(tiles | tiled.dense_kinds(p.workers))),
         Prepared._make(zeros(tiled.prepared_kinds(ISA, (p.high, p.wide, p.columns), n, p.splits))),
         Gradients(*map(in_place, copies), arrays[10]),
         Gradients(*map(in_place, arrays[7:10]), no_scores),

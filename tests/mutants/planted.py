@@ -839,9 +839,27 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/backward/flash_backward.py",
-        "hi = min(hi, max(0, options.sizes[0] - tile.query))",
+        "hi = min(hi, max(0, sizes.length - tile.query))",
         "pass",
         "tests/cpu/test_unseen.py -k no_row_sees",
+    ),
+    Mutant(
+        "cpu/backward/dense_tiles.py",
+        "min(stop, s - key)",
+        "stop",
+        "tests/cpu/test_dense_tiles.py",
+    ),
+    Mutant(
+        "cpu/backward/dense_tiles.py",
+        "QUERIES, last - row)",
+        "QUERIES, side)",
+        "tests/cpu/test_dense_tiles.py",
+    ),
+    Mutant(
+        "cpu/backward/dense_tiles.py",
+        "not any_seen(x, stop - rows, columns, hidden)",
+        "any_seen(x, stop - rows, columns, hidden)",
+        "tests/cpu/test_dense_tiles.py",
     ),
     Mutant(
         "cpu/array_places.py",

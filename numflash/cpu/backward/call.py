@@ -18,10 +18,10 @@ from ...jit.memory import array_at, unpacked
 from ...jit.parallel import limit_threads, use_threads
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.strided import Strided, strided_at
-from ..semantics import OPTION_NUMBERS, OptionNumbers, functions_at
+from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_backward import make_backward
 from .held import CHUNK, Found, Given
-from .operands import KEYS, QUERIES, Factors, Gradients, Options, Prepared, Scratch, Sizes
+from .operands import KEYS, QUERIES, Factors, Gradients, Prepared, Scratch, Sizes
 
 F = np.float32
 
@@ -72,6 +72,9 @@ class Numbers(NamedTuple):
     # dK and dV of each query head, where several share keys
     copies_dk: int
     copies_dv: int
+    # the rest of `Scratch`
+    mask: int
+    bias: int
 
 
 class RealNumbers(NamedTuple):
@@ -87,25 +90,6 @@ class RealNumbers(NamedTuple):
 NUMBERS = len(Numbers._fields)
 REALS = len(RealNumbers._fields)
 PLACES = slice(Numbers._fields.index("skip"), NUMBERS)
-
-
-@inline
-def _options_at(o, softcap, length, keys):
-    """The `Options` of `OptionNumbers`, whose masks have a block of queries for each key."""
-    mask = (o.mask_batch, o.mask_heads, o.mask_rows, o.mask_keys // QUERIES, QUERIES)
-    bias = (o.bias_batch, o.bias_heads, o.bias_rows, o.bias_keys // QUERIES, QUERIES)
-    return Options(
-        o.left,
-        o.right,
-        array_at(o.diagonal, (o.batch,), np.int64),
-        array_at(o.key_lengths, (o.batch,), np.int64),
-        array_at(o.mask, mask, np.uint8),
-        array_at(o.bias, bias, np.float32),
-        softcap,
-        array_at(o.slopes, (o.slope_batch, o.slope_heads), np.float32),
-        functions_at(o),
-        (length, keys),
-    )
 
 
 @inline
@@ -196,6 +180,8 @@ def make_call(isa: str) -> Callable[..., bool]:
             array_at(at + p.room, (p.workers, KEYS * max(p.wide, p.columns) * narrow), np.float32),
             array_at(at + p.dk, of_keys, np.float32),
             array_at(at + p.dv, of_values, np.float32),
+            array_at(at + p.mask, tile, np.uint8),
+            array_at(at + p.bias, tile, np.float32),
         )
 
     @inline
@@ -234,8 +220,8 @@ def make_call(isa: str) -> Callable[..., bool]:
             given,
             _found_at(room, p),
             Factors(F(f.scores), F(f.dq), F(f.dk)),
-            _options_at(o, F(f.softcap), p.length, p.keys),
-            Sizes(p.heads, p.kv_heads, p.keys, p.splits, p.workers),
+            semantics_at(o, f.softcap, False),
+            Sizes(p.heads, p.kv_heads, p.length, p.keys, p.splits, p.workers),
             array_at(room + p.counter, (1,), np.int64),
             scratch_at(room, p),
             prepared_at(room, p),

@@ -19,28 +19,18 @@ F = np.float32
 inlined = inline(forceinline=True)  # where options go in: a call would copy them all
 
 
-class Dense(NamedTuple):
-    """Mask and bias of `Options`, flat."""
-
-    mask: np.ndarray
-    bias: np.ndarray
-
-
 class EdgeRows(NamedTuple):
     """Jitted functions of one instruction set.
 
     visible(options, b, key, s) : the first query that attends to a key, and the one after the last
-    keys_seen(options, mask, head, key, tile) : first .. stop of a tile without the keys at either
-        end that the mask hides from all queries
-    call_functions(options, head, key, tile, x, slope) : scores x of all keys of a tile as the
+    call_functions(options, sizes, head, key, tile, x, slope) : scores x of all keys of a tile as the
         functions leave them, and their slopes; only of keys and queries that exist
-    change(options, dense, head, key, tile, bounds, x, slope, at, called) : scores x[at:] of one key
-        changed in the field's order, after functions if `called`, -inf beyond `bounds`; slope[at:]
-        takes up that of softcap
+    change(options, head, key, tile, bounds, work, at, called) : the scores of one key, from `at` on in
+        work.scores, changed in the field's order, after functions if `called`, -inf beyond `bounds`;
+        work.transposed takes up the slope of softcap
     """
 
     visible: Any
-    keys_seen: Any
     call_functions: Any
     change: Any
 
@@ -55,13 +45,12 @@ def softcap_slope(x, cap):
 @functools.cache
 def make_edge_rows(name: str) -> EdgeRows:
     """The functions of one instruction set."""
-    lanes, mr = FLOAT_ISAS[name].lanes, FLOAT_ISAS[name].rows
+    lanes = FLOAT_ISAS[name].lanes
     softcap = float_rows.row_softcap(name)
     alibi = float_rows.row_alibi(name)
     add_bias = float_rows.row_bias(name)
     softcap_seen = float_rows.row_softcap(name, hidden=True)
     apply_mask = float_rows.row_mask(name)
-    found = float_rows.any_byte(name)
 
     @inline
     def visible(options, b, key, s):
@@ -70,37 +59,12 @@ def make_edge_rows(name: str) -> EdgeRows:
         on_diagonal = key - options.diagonal[b]
         return max(0, on_diagonal - options.right), max(0, on_diagonal + options.left + 1)
 
-    @inline
-    def row_of(x, b, h, i, key):
-        """Offset of a flat mask's or bias's values for a key and the queries from i on."""
-        nb, nh, blocks, s, _ = x.shape
-        head = min(b, nb - 1) * nh + min(h, nh - 1)
-        return ((head * blocks + min(i // QUERIES, blocks - 1)) * s + min(key, s - 1)) * QUERIES
-
     @inlined
-    def any_seen(options, mask, head, key, tile):
-        """Whether the mask lets any query of the tile attend to any of `mr` keys."""
-        seen = False
-        for r in range(key, key + mr):
-            at = row_of(options.mask, head.b, head.h, tile.query, r)
-            seen = seen or found(mask, at, tile.columns // lanes)
-        return seen
-
-    @inlined
-    def keys_seen(options, mask, head, key, tile):
-        first, stop = tile.first, tile.stop
-        while first < stop and not any_seen(options, mask, head, key + first, tile):
-            first += mr
-        while first < stop and not any_seen(options, mask, head, key + stop - mr, tile):
-            stop -= mr
-        return first, stop
-
-    @inlined
-    def call_functions(options, head, key, tile, x, slope):
+    def call_functions(options, sizes, head, key, tile, x, slope):
         functions = options.functions
-        length, s = options.sizes
         first, i = key + tile.first, tile.query
-        rows, count = min(s, key + tile.stop) - first, min(tile.columns, length - i)
+        rows = min(sizes.keys, key + tile.stop) - first
+        count = min(tile.columns, sizes.length - i)
         if rows > 0 and count > 0:
             function, at = Function(functions.masked, functions.masked_frame), tile.first * QUERIES
             corner = Corner(batch_of(functions, head.b), head.h, i, first)
@@ -108,8 +72,7 @@ def make_edge_rows(name: str) -> EdgeRows:
             call_slopes(function, scores, slopes, rows, count, corner, F(LN2), F(LOG2E))
 
     @inlined
-    def change(options, dense, head, key, tile, bounds, x, slope, at, called):
-        b, h, i = head.b, head.h, tile.query
+    def change(options, head, key, tile, bounds, x, slope, mask, bias, at, called):
         count, cap = tile.columns // lanes, options.softcap
         if cap > F(0):
             if called:
@@ -120,14 +83,15 @@ def make_edge_rows(name: str) -> EdgeRows:
                 factor = softcap_slope(x[c], cap)
                 slope[c] = slope[c] * factor if called else factor
         if options.slopes.size > 0:
-            alibi(x, at, count, options.slopes[b, h], key - options.diagonal[b] - i)
-        if dense.bias.size > 0:
-            add_bias(x, at, count, dense.bias, row_of(options.bias, b, h, i, key))
-        if dense.mask.size > 0:
-            apply_mask(x, at, count, dense.mask, row_of(options.mask, b, h, i, key))
+            slope_of_head = options.slopes[head.b, head.h]
+            alibi(x, at, count, slope_of_head, key - options.diagonal[head.b] - tile.query)
+        if options.bias.size > 0:
+            add_bias(x, at, count, bias, at)
+        if options.mask.size > 0:
+            apply_mask(x, at, count, mask, at)
         for c in range(at, at + bounds[0]):
             x[c] = HIDDEN
         for c in range(at + bounds[1], at + tile.columns):
             x[c] = HIDDEN
 
-    return EdgeRows(visible, keys_seen, call_functions, change)
+    return EdgeRows(visible, call_functions, change)

@@ -46,7 +46,8 @@ from ..isa.amx_tiles import tile_state
 from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import next_task
-from .edge_rows import Dense, make_edge_rows
+from .dense_tiles import Dense, make_dense_tiles
+from .edge_rows import make_edge_rows
 from .head_rows import add_parts, make_head_rows, store_rows
 from .held import examine
 from .operands import KEYS, QUERIES, Operands, Scratch
@@ -125,7 +126,8 @@ def make_backward(name: str):
     square = transpose(side)
     narrow = row_narrow(name) if group == 2 else None
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
-    visible, keys_seen, call_functions, change = make_edge_rows(name)
+    visible, call_functions, change = make_edge_rows(name)
+    take_tile, keys_seen = make_dense_tiles(name)
     prepare, prepare_all, take, pair = make_head_rows(name)
     matrix = name.startswith("amx")
     score1, score2, score4 = (scaled_scores(name, n) for n in (1, max(1, nv // 2), nv))
@@ -187,9 +189,9 @@ def make_backward(name: str):
         return first, stop
 
     @inlined
-    def tile_at(options, dense, head, key, keys, query, length, s):
+    def tile_at(options, dense, head, key, keys, query, length, s, work):
         """The tile of the queries from `query` on: without the keys of the block at either end
-        that no query attends to; whether score functions change it.
+        that no query attends to; whether score functions change it. `work` has its mask or bias.
         """
         functions, b, h = options.functions, head.b, head.h
         columns = min(QUERIES, length - query)
@@ -198,10 +200,10 @@ def make_backward(name: str):
         first = max(0, on_diagonal - options.left) // mr * mr
         stop = (min(end, on_diagonal + columns + options.right) + mr - 1) // mr * mr
         stop = min(keys, stop)
-        if dense.mask.size > 0:
-            first, stop = keys_seen(
-                options, dense.mask, head, key, Tile(query, columns, first, stop)
-            )
+        if first < stop:
+            tile = Tile(query, columns, first, stop)
+            take_tile(options, dense, (b, h), key, tile, work)
+            first, stop = keys_seen(dense, tile, work)
         last = query + columns - 1
         if functions.states.size > 0 and first < stop:
             seen, seen_stop = trimmed(
@@ -216,30 +218,31 @@ def make_backward(name: str):
         return Tile(query, columns, first, stop), called
 
     @inlined
-    def weigh(options, dense, head, key, tile, s, built_in, called, work):
+    def weigh(options, head, key, tile, sizes, built_in, called, work):
         """Scores and dP to weights and score gradients, row by row.
 
         Slopes are in `transposed`, and after it the gradients before they were multiplied by these.
         """
         x, dp, slope, columns = work.scores, work.slopes, work.transposed, tile.columns
+        mask, bias = work.mask, work.bias
         always, sloped = built_in or called, called or options.softcap > F(0)
         if called:
-            call_functions(options, head, key, tile, x, slope)
+            call_functions(options, sizes, head, key, tile, x, slope)
         for r in range(tile.first, tile.stop):
-            lo, hi = visible(options, head.b, key + r, s)
+            lo, hi = visible(options, head.b, key + r, sizes.keys)
             lo = min(max(lo - tile.query, 0), columns)
             hi = min(max(hi - tile.query, 0), columns)
             if (
                 always
             ):  # a mask may hold NaN for keys that only queries behind the last one would see
-                hi = min(hi, max(0, options.sizes[0] - tile.query))
+                hi = min(hi, max(0, sizes.length - tile.query))
                 lo = min(lo, hi)
-            if key + r < s and head.hidden[key + r]:
+            if key + r < sizes.keys and head.hidden[key + r]:
                 hi = lo
             changed = always or lo > 0 or hi < columns
             at = r * QUERIES
             if changed:
-                change(options, dense, head, key + r, tile, (lo, hi), x, slope, at, called)
+                change(options, head, key + r, tile, (lo, hi), x, slope, mask, bias, at, called)
             count, i = columns // lanes, tile.query
             lse, delta, p, ds = head.lse, head.delta, work.p, work.ds
             if sloped:
@@ -330,6 +333,7 @@ def make_backward(name: str):
             return Scratch(
                 scores, slopes, turned, scores, slopes, turned, k, scratch.v[worker], k,
                 scratch.room[worker], scratch.dk[worker], scratch.dv[worker],
+                scratch.mask[worker], scratch.bias[worker],
             )  # fmt: skip
 
     else:
@@ -340,7 +344,7 @@ def make_backward(name: str):
                 scratch.scores[worker], scratch.slopes[worker], scratch.transposed[worker],
                 scratch.p[worker], scratch.ds[worker], scratch.ds_turned[worker],
                 scratch.k[worker], scratch.v[worker], scratch.k_right[worker], scratch.room[worker],
-                scratch.dk[worker], scratch.dv[worker],
+                scratch.dk[worker], scratch.dv[worker], scratch.mask[worker], scratch.bias[worker],
             )  # fmt: skip
 
     @inline
@@ -390,12 +394,12 @@ def make_backward(name: str):
                 take_block(x, head.n_kv, key, keys, work)
                 first, stop = query_span(options, head.b, key, keys, length, s)
                 for query in range(first // QUERIES * QUERIES, stop, QUERIES):
-                    tile, called = tile_at(options, dense, head, key, keys, query, length, s)
+                    tile, called = tile_at(options, dense, head, key, keys, query, length, s, work)
                     if tile.first >= tile.stop:
                         continue
                     products(work.k, head.q_packed, factors.scores, tile, work.scores)
                     products(work.v, head.do_packed, F(1), tile, work.slopes)
-                    weigh(options, dense, head, key, tile, s, built_in, called, work)
+                    weigh(options, head, key, tile, sizes, built_in, called, work)
                     sloped = called or options.softcap > F(0)
                     if wanted and sloped:
                         store_scores(work.transposed, False, tile, key, out.scores[n])
@@ -412,7 +416,7 @@ def make_backward(name: str):
     def run(given, found, factors, options, sizes, counter, scratch, room, sums, out):
         """The gradients of all rows that float32 holds: whether it does not hold all.
 
-        given Given; found Found, filled here; factors Factors; options Options; sizes Sizes;
+        given Given; found Found, filled here; factors Factors; options Semantics; sizes Sizes;
         counter (1,) int64; scratch Scratch; room Prepared, which with splits has all heads; sums
         and out Gradients, written: `sums` is out, or where several query heads share keys has
         copies of dk and dv for each. Of their scores only those of tiles are written: zeros before.

@@ -1,4 +1,4 @@
-"""What the tiled gradient reads and writes, and how the arrays of a problem become it."""
+"""What the tiled gradient reads and writes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import uncleared
-from ...jit.parallel import over_tasks
-from ...numerics.fixedpoint import LOG2E
-from ...validation import Problem
 from ..isa.strided import Strided
-from ..problem_arrays import edges, slope_functions, slopes_of
-from ..semantics import ScoreTiles
 
 F = np.float32
 # keys and queries of a tile: multiples of a vector register tile's rows and of every panel. Matrix
@@ -84,10 +77,11 @@ class Gradients(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Query and KV heads of a batch, keys S, shares of a head's keys, workers."""
+    """Query and KV heads of a batch, queries L and keys S, shares of a head's keys, workers."""
 
     heads: int
     kv_heads: int
+    length: int
     keys: int
     splits: int
     workers: int
@@ -104,6 +98,7 @@ class Scratch(NamedTuple):
     k_right : its keys as a right operand; empty for float32, which has k
     room (W, KEYS * most columns) float32 : rows on their way to bfloat16, empty for float32
     dk, dv (W, KEYS, columns)
+    mask, bias (W, KEYS * QUERIES) : uint8 and float32, of the tile (`dense_tiles`)
 
     What the first three hold, step by step (`flash_backward.work_of`):
 
@@ -132,94 +127,5 @@ class Scratch(NamedTuple):
     room: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
-
-
-class Options(NamedTuple):
-    """Which keys a query attends to and how its scores change, in units of log2, transposed like
-    the tiles.
-
-    left, right, diagonal, key_lengths : as in `semantics.Semantics`
-    mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four
-        sizes may be 1
-    softcap : float32, 0 = none
-    slopes : (B, H) float32, empty if none
-    functions : score and mask functions; `masked` is their gradient tile, `unmasked` whether scores
-        change
-    sizes : L, S
-    """
-
-    left: int
-    right: int
-    diagonal: np.ndarray
-    key_lengths: np.ndarray
     mask: np.ndarray
     bias: np.ndarray
-    softcap: float
-    slopes: np.ndarray
-    functions: ScoreTiles
-    sizes: tuple[int, int]
-
-
-@bare
-def _transpose_squares(rows, square, out):
-    """out (S, QUERIES) = rows (up to QUERIES, S) transposed."""
-    s = rows.shape[1]
-    for first in range(0, s, QUERIES):
-        count = min(QUERIES, s - first)
-        for r in range(rows.shape[0]):
-            source = rows[r, first : first + count]
-            for j in range(count):
-                square[j, r] = source[j]
-        for j in range(count):
-            source, target = square[j], out[first + j]
-            for r in range(rows.shape[0]):
-                target[r] = source[r]
-
-
-@inline
-def _transpose_block(task, x, out):
-    n, block, length = task // out.shape[1], task % out.shape[1], x.shape[1]
-    # rows of x are often a power of two apart, which is one set of L1: a square of its own is not
-    square = uncleared((QUERIES, QUERIES), x.dtype, "square transposed")
-    _transpose_squares(
-        x[n, block * QUERIES : min((block + 1) * QUERIES, length)], square, out[n, block]
-    )
-
-
-@kernel
-def _transpose(x, out):
-    """out (N, blocks, S, QUERIES) = x (N, L, S) transposed, by squares.
-
-    Elements beyond L are left unchanged.
-    """
-    over_tasks(_transpose_block, x.shape[0] * out.shape[1], (x, out))
-
-
-def transposed(x: np.ndarray | None, dtype: type) -> np.ndarray:
-    """A broadcast (B, H, L, S) view as (B, H, blocks of L, S, QUERIES), without its repetitions."""
-    if x is None:
-        return np.zeros((0, 0, 0, 0, 0), dtype)
-    repeated = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides)
-    once: np.ndarray = np.ascontiguousarray(x[repeated]).view(dtype)
-    nb, nh, length, s = once.shape
-    out = np.zeros((nb, nh, -(-length // QUERIES), s, QUERIES), dtype)
-    if x.strides[2] == 0:
-        out[:] = once.reshape(nb, nh, 1, s, 1)
-    else:
-        _transpose(once.reshape(-1, length, s), out.reshape(-1, *out.shape[2:]))
-    return out
-
-
-def options_of(problem: Problem) -> Options:
-    """The options as the kernel takes them."""
-    bias = transposed(problem.bias, F)
-    mask = (bias != HIDDEN).view(np.uint8) if bias.size else transposed(problem.mask, np.uint8)
-    return Options(
-        *edges(problem),
-        mask,
-        bias,
-        F(problem.softcap * LOG2E),
-        slopes_of(problem),
-        slope_functions(problem),
-        (problem.shape[3], problem.shape[4]),
-    )

@@ -16,12 +16,12 @@ from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import padded
 from ..isa.strided import contiguous_strides
 from ..plan import KernelPlan
-from ..problem_arrays import at_address
-from ..semantics import OPTION_NUMBERS, Semantics, option_numbers
+from ..problem_arrays import at_address, gradient_semantics
+from ..semantics import OPTION_NUMBERS, option_numbers
 from . import flash_backward
 from .call import NUMBERS, PLACES, Numbers, RealNumbers, make_call
 from .held import CHUNK
-from .operands import KEYS, QUERIES, Options, options_of
+from .operands import KEYS, QUERIES
 
 F = np.float32
 TASKS = 16  # shares that a problem is cut into, at least, where it has so many key blocks
@@ -46,6 +46,8 @@ class GradientPlan(KernelPlan):
         Threads that share the work.
     """
 
+    masks_in_place = True
+
     def __init__(self, problem: Problem, isa: str, workers: int) -> None:
         super().__init__()
         self.problem = problem.without_memory()
@@ -60,6 +62,7 @@ class GradientPlan(KernelPlan):
         kinds |= prepared_kinds(isa, columns, workers if splits == 1 else nb * nh, splits)
         shared = nb * nh if nh > nkv else 0
         kinds |= {"copies_dk": (F, (shared, s, d)), "copies_dv": (F, (shared, s, dv))}
+        kinds |= dense_kinds(workers)
         self.layout = Layout()
         places = places_in(self.layout, kinds)
         numbers = Numbers(*shape, *columns, workers, splits, bounds(problem), **places)
@@ -73,8 +76,8 @@ class GradientPlan(KernelPlan):
 
     def set_arrays(self) -> None:
         """As of `KernelPlan`."""
-        self.options = options_of(self.problem)  # the numbers hold the addresses of its arrays
-        self.numbers[NUMBERS:] = option_numbers(_flat(self.options))
+        self.arrays = gradient_semantics(self.problem)
+        self.numbers[NUMBERS:] = option_numbers(self.arrays)
 
     def run(
         self, operands: Sequence[int], strides: np.ndarray | None = None
@@ -136,30 +139,6 @@ def bounds(problem: Problem) -> bool:
     return bool(problem.softcap) or changed
 
 
-def _flat(options: Options) -> Semantics:
-    """The options as `option_numbers` takes them: the keys of mask and bias and the queries of a block,
-    their last two sizes, as one.
-    """
-    mask, bias = (
-        x.reshape(*x.shape[:3], x.shape[3] * x.shape[4]) for x in (options.mask, options.bias)
-    )
-    return Semantics(
-        options.left,
-        options.right,
-        options.diagonal,
-        options.key_lengths,
-        False,
-        mask,
-        bias,
-        bool(mask.size),
-        bool(bias.size),
-        options.softcap,
-        np.zeros((0, 0, 0), F),
-        options.slopes,
-        functions=options.functions,
-    )
-
-
 def found_kinds(shape: Shape, high: int) -> Kinds:
     """The arrays of `held.Found`, and the counter of the shares."""
     nb, nh, nkv, length, s, _, _ = shape
@@ -195,6 +174,12 @@ def scratch_kinds(isa: str, columns: Shape, workers: int) -> Kinds:
         "dk": (F, (workers, KEYS, wide)),
         "dv": (F, (workers, KEYS, of_values)),
     }
+
+
+def dense_kinds(workers: int) -> Kinds:
+    """The last arrays of `Scratch`, whose pages a call without mask and bias does not touch."""
+    tile = workers, KEYS * QUERIES
+    return {"mask": (np.uint8, tile), "bias": (F, tile)}
 
 
 def prepared_kinds(isa: str, sizes: Shape, slots: int, splits: int) -> Kinds:

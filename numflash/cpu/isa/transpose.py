@@ -33,12 +33,14 @@ def transposed(b, rows: list, unit: int = 1) -> list:
 
 
 @functools.cache
-def transpose(lanes: int, order: tuple[int, ...] = (), partial: bool = False):
+def transpose(
+    lanes: int, order: tuple[int, ...] = (), partial: bool = False, element: ir.Type = I32
+):
     """Intrinsic f(x, x_off, x_stride, out, out_off, out_stride): a square of words transposed.
 
-    The square has lanes x lanes words, which stay in registers.
+    The square has lanes x lanes words, or elements of another type, which stay in registers.
 
-    Offsets and strides are in words. Row r of the square is row order[r] of x, or row r.
+    Offsets and strides are in elements. Row r of the square is row order[r] of x, or row r.
 
     `partial`: f(..., out_stride, last), the last row of x, which stands for all that would follow it.
     """
@@ -46,15 +48,15 @@ def transpose(lanes: int, order: tuple[int, ...] = (), partial: bool = False):
     def codegen(context, b, sig, a):
         px = data(context, b, sig.args[0], a[0])
         po = data(context, b, sig.args[3], a[3])
-        words = vector(I32, lanes)
+        words, size = vector(element, lanes), element.width // 8
         rows = []
         for r in order or range(lanes):
             row = ir.Constant(a[2].type, r)
             if partial:
                 row = b.select(b.icmp_signed("<", row, a[6]), row, a[6])
-            rows.append(load(b, px, b.add(a[1], b.mul(a[2], row)), words, 4, 1))
+            rows.append(load(b, px, b.add(a[1], b.mul(a[2], row)), words, size, 1))
         for r, x in enumerate(transposed(b, rows)):
-            store(b, x, po, b.add(a[4], b.mul(a[5], ir.Constant(a[5].type, r))), 4)
+            store(b, x, po, b.add(a[4], b.mul(a[5], ir.Constant(a[5].type, r))), size)
         return context.get_dummy_value()
 
     @intrinsic
