@@ -237,15 +237,21 @@ MUTANTS = [
     Mutant(GROUP_WEIGHTS, "sums[t] = sums[t] * shrink", "sums[t] = sums[t]", FLOATS),
     Mutant(
         GROUP_WEIGHTS,
-        "for j in range(at, at + seen):\n                    x[j] = HIDDEN",
-        "for j in range(at, at + seen - 1):\n                    x[j] = HIDDEN",
+        "lanes, seen, end - at)",
+        "lanes, seen - 1, end - at)",
         FLOATS,
     ),
     Mutant(
         GROUP_WEIGHTS,
-        "for j in range(at + seen_stop, end):",
-        "for j in range(at + seen_stop + 1, end):",
+        "0, seen_stop - inner)",
+        "0, seen_stop + 1 - inner)",
         FLOATS,
+    ),
+    Mutant(
+        GROUP_WEIGHTS,
+        "fits = bias_at + some * lanes <= bias.size",
+        "fits = True",
+        "tests/cpu/test_masks_at_the_end.py",
     ),
     Mutant(
         GROUP_WEIGHTS,

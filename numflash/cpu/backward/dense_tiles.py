@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import inline
+from ...jit.compiler import bare
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.transpose import transpose
 from ..isa.vectors import I8
@@ -16,7 +16,7 @@ from .operands import HIDDEN, KEYS, QUERIES
 
 UNSEEN = np.uint8(0)  # of a mask
 BYTES = 16  # rows and columns of a square of a mask
-inlined = inline(forceinline=True)  # a call would copy the arrays of its tuples
+inlined = bare(forceinline=True)  # a call would copy the arrays of its tuples
 
 
 class Dense(NamedTuple):
@@ -81,7 +81,7 @@ def make_dense_tiles(name: str) -> DenseTiles:
         if dense.bias.size > 0:
             take_bias(semantics.bias, dense.bias, at, key, tile, work.bias)
 
-    @inline
+    @bare
     def any_seen(x, r, columns, hidden):
         """Whether any of the keys of a register tile from r on is seen by any query."""
         seen = False
@@ -91,7 +91,7 @@ def make_dense_tiles(name: str) -> DenseTiles:
                 seen |= row[c] != hidden
         return seen
 
-    @inline
+    @bare
     def span(x, first, stop, columns, hidden):
         while first < stop and not any_seen(x, first, columns, hidden):
             first += rows

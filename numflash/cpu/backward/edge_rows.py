@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import inline, own
+from ...jit.compiler import bare, own
 from ...numerics.fixedpoint import LN2, LOG2E
 from ..floats import float_rows
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.operands import Packed, Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_slopes
-from .operands import HIDDEN, QUERIES
+from .operands import QUERIES
 
 F = np.float32
-inlined = inline(forceinline=True)  # where options go in: a call would copy them all
+inlined = bare(forceinline=True)  # where options go in: a call would copy them all
 
 
 class EdgeRows(NamedTuple):
@@ -51,8 +51,9 @@ def make_edge_rows(name: str) -> EdgeRows:
     add_bias = float_rows.row_bias(name)
     softcap_seen = float_rows.row_softcap(name, hidden=True)
     apply_mask = float_rows.row_mask(name)
+    keep_span = float_rows.row_span(name)
 
-    @inline
+    @bare
     def visible(options, b, key, s):
         if key >= min(s, options.key_lengths[b]):
             return 0, 0
@@ -89,9 +90,10 @@ def make_edge_rows(name: str) -> EdgeRows:
             add_bias(x, at, count, bias, at)
         if options.mask.size > 0:
             apply_mask(x, at, count, mask, at)
-        for c in range(at, at + bounds[0]):
-            x[c] = HIDDEN
-        for c in range(at + bounds[1], at + tile.columns):
-            x[c] = HIDDEN
+        first, stop = bounds
+        inner = stop // lanes * lanes  # the columns of the vectors before the last one
+        if first > 0:
+            keep_span(x, at, (first + lanes - 1) // lanes, first, tile.columns)
+        keep_span(x, at + inner, count - inner // lanes, 0, stop - inner)
 
     return EdgeRows(visible, call_functions, change)

@@ -54,7 +54,8 @@ from .operands import KEYS, QUERIES, Operands, Scratch
 from .row_gradients import row_gradients
 
 F = np.float32
-inlined = inline(forceinline=True)  # a call would copy the options and arrays of its tuples
+inlined = bare(forceinline=True)  # a call would copy the options and arrays of its tuples
+counted = inline(forceinline=True)  # the same of what returns or allocates arrays, with their counts
 
 
 class Head(NamedTuple):
@@ -133,12 +134,12 @@ def make_backward(name: str):
     score1, score2, score4 = (scaled_scores(name, n) for n in (1, max(1, nv // 2), nv))
     scale = row_scale(name)
 
-    @inline
+    @bare
     def widest(columns):
         """Columns of the widest register tile that so many fill."""
         return panel if columns >= panel else half if columns >= half else lanes
 
-    @inline
+    @bare
     def add_product(left, b, at, steps, out, to):
         """out[to + i] += sum over `steps` of left[i] * b[at + step], by tiles of `mr` rows."""
         width = out.shape[1]
@@ -157,7 +158,7 @@ def make_backward(name: str):
                     value1(left.data, where, stride, b, source, step, count, out, target, width)
             t += n
 
-    @inline
+    @bare
     def products(x, packed, factor, tile, out):
         """out = x.packed^T * factor: rows of a block of keys against the tile's queries."""
         width = x.shape[1]
@@ -178,7 +179,7 @@ def make_backward(name: str):
             for r in range(tile.first, tile.stop):
                 scale(out, r * QUERIES, tile.columns // lanes, factor)
 
-    @inline
+    @bare
     def query_span(options, b, key, keys, length, s):
         """The queries that attend to any of `keys` keys from `key` on."""
         first, stop = length, 0
@@ -295,7 +296,7 @@ def make_backward(name: str):
         turned = Left(work.ds_turned, first, KEYS, columns)
         add_product(turned, work.k_right, first, rows, head.dq, i)
 
-    @inlined
+    @counted
     def head_of(x, sizes, room, n, slot, split):
         """The operands of head n, prepared in `slot`, and dQ of one share of its keys."""
         b, h = n // sizes.heads, n % sizes.heads
@@ -314,7 +315,7 @@ def make_backward(name: str):
         work.dk[:keys] = F(0)
         work.dv[:keys] = F(0)
 
-    @inlined
+    @counted
     def prepare_head(x, n, slot, room):
         """Q and dO of head n, by the worker that `slot` belongs to."""
         for chunk in range((x.q.length + QUERIES - 1) // QUERIES):
@@ -323,7 +324,7 @@ def make_backward(name: str):
 
     if group == 1:
 
-        @inlined
+        @counted
         def part_of(scratch, worker):
             """One worker's part of `Scratch`. Until dS is there, slopes of score functions are in
             `transposed`; float32 operands of products are where they were computed.
@@ -338,7 +339,7 @@ def make_backward(name: str):
 
     else:
 
-        @inlined
+        @counted
         def part_of(scratch, worker):
             return Scratch(
                 scratch.scores[worker], scratch.slopes[worker], scratch.transposed[worker],

@@ -53,11 +53,11 @@ def is_skipped(skip, n, i):
 @bare
 def copy_rows(x, skip, n, first, count, rows, at):
     """rows[at : at + count] = rows `first` and on of head n of x, zeros where x ends or `skip` is true."""
-    length = x.length
+    length, start = x.length, row_at(x, n, first)
     for r in range(count):
         target, i = rows[at + r], first + r
         if i < length and not is_skipped(skip, n, i):
-            source = array_at(row_at(x, n, i), (x.d,), np.float32)
+            source = array_at(start + r * x.row, (x.d,), np.float32)
             for e in range(x.d):
                 target[e] = source[e]
             for e in range(x.d, target.size):
@@ -70,8 +70,9 @@ def copy_rows(x, skip, n, first, count, rows, at):
 @bare
 def store_rows(sums, count, factor, out, n, at):
     """Rows `at` and on of head n of out = sums[:count] * factor, without the padding of the columns."""
+    start = row_at(out, n, at)
     for r in range(count):
-        source, target = sums[r], array_at(row_at(out, n, at + r), (out.d,), np.float32)
+        source, target = sums[r], array_at(start + r * out.row, (out.d,), np.float32)
         for e in range(target.size):
             target[e] = source[e] * factor
 
@@ -159,8 +160,9 @@ def make_head_rows(name: str) -> HeadRows:
 def _add_chunk(task, parts, factor, out):
     chunks = (out.length + CHUNK - 1) // CHUNK
     n, first = task // chunks, task % chunks * CHUNK
+    start = row_at(out, n, 0)
     for r in range(first, min(first + CHUNK, out.length)):
-        target, part = array_at(row_at(out, n, r), (out.d,), np.float32), parts[n, 0, r]
+        target, part = array_at(start + r * out.row, (out.d,), np.float32), parts[n, 0, r]
         for e in range(target.size):
             target[e] = part[e]
         for p in range(1, parts.shape[1]):

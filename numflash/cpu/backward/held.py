@@ -75,9 +75,10 @@ def _examine_keys(task, given, found):
     n, chunk = task // chunks, task % chunks
     length = given.key_lengths[n * given.key_lengths.size // n_kv]
     most_k, most_v = I(0), I(0)
+    first_k, first_v = row_at(given.k, n, 0), row_at(given.v, n, 0)
     for j in range(chunk * CHUNK, min(s, (chunk + 1) * CHUNK)):
-        of_key = largest_bits(array_at(row_at(given.k, n, j), (given.k.d,), np.float32))
-        of_value = largest_bits(array_at(row_at(given.v, n, j), (given.v.d,), np.float32))
+        of_key = largest_bits(array_at(first_k + j * given.k.row, (given.k.d,), np.float32))
+        of_value = largest_bits(array_at(first_v + j * given.v.row, (given.v.d,), np.float32))
         found.hidden[n, j] = j >= length or of_key >= INFINITE or of_value >= INFINITE
         if j < length:
             most_k = max(most_k, of_key if of_key < INFINITE or given.bounds else I(0))
@@ -131,15 +132,19 @@ def _examine_rows(task, given, found):
         most_v = max(most_v, found.largest[n_kv, c, 1])
     k, v = magnitude(most_k), magnitude(most_v)
     widths = np.float64(given.q.d), np.float64(given.do.d)
+    first_q, first_do = row_at(given.q, n, 0), row_at(given.do, n, 0)
+    first_out = row_at(given.out, n, 0)
     for i in range(chunk * CHUNK, min(found.lse.shape[1], (chunk + 1) * CHUNK)):
         held, lse, delta = False, np.float64(0), np.float64(0)
         if i < length:
-            grad = array_at(row_at(given.do, n, i), (given.do.d,), np.float32)
-            q = magnitude(largest_bits(array_at(row_at(given.q, n, i), (given.q.d,), np.float32)))
+            grad = array_at(first_do + i * given.do.row, (given.do.d,), np.float32)
+            q = magnitude(
+                largest_bits(array_at(first_q + i * given.q.row, (given.q.d,), np.float32))
+            )
             do = magnitude(largest_bits(grad))
             lse, delta = (
                 np.float64(given.lse[n, i]),
-                _dot(grad, array_at(row_at(given.out, n, i), (given.out.d,), np.float32)),
+                _dot(grad, array_at(first_out + i * given.out.row, (given.out.d,), np.float32)),
             )
             if given.grad_lse.size > 0:
                 delta -= np.float64(given.grad_lse[n, i])

@@ -146,9 +146,10 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             first, stop = load_tile(x.q, limit, semantics, tile, s, state)
             before = row - sizes.workers * sizes.block_q
             ask_for_rows(x.q, n, before, sizes.block_q, x.q.d * size)
-            for i in range(row, row + tile.real):  # a store waits for its cache line, too
+            place = row_at(results.out, n, row)
+            for i in range(tile.real):  # a store waits for its cache line, too
                 for line in range(0, results.out.d * 4, LINE):
-                    prefetch_written(row_at(results.out, n, i) + line)
+                    prefetch_written(place + i * results.out.row + line)
             for block in range(first // key_block * key_block, stop, key_block):
                 group_spans(semantics, dense, state, tile, block, s)
                 block_scores(state, tile, x.keys[n_kv], block, stop)

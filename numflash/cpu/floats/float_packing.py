@@ -51,9 +51,9 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
         """`largest` of keys `first` to first + count - 1; contiguous rows are one long row."""
         whole = k.row == k.d * 4
         rows, words = (1, count * k.d) if whole else (count, k.d)
-        top = U(0)
+        top, start = U(0), row_at(k, n, first)
         for r in range(rows):
-            top = max(top, largest(array_at(row_at(k, n, first + r), (words,), U), group))
+            top = max(top, largest(array_at(start + r * k.row, (words,), U), group))
         return top
 
     @bare
@@ -61,7 +61,8 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
         n, p = task // most.shape[1], task % most.shape[1]
         first, words, stride = p * panel, k.d, k.row // 4
         count = max(0, min(panel, stops[n // k.heads] - first))
-        source, target = array_at(row_at(k, n, first), (count * words,), U), task * panel * words
+        start, target = row_at(k, n, first), task * panel * words
+        source = array_at(start, (count * words,), U)
         most[n, p] = largest_of(k, n, first, count)
         whole, columns = count // side * side, words // side * side
         end = (count + unit - 1) // unit * unit
@@ -73,7 +74,7 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
                 at, to = c * stride + e, target + e * panel + c
                 last_square(source, at, stride, out, to, panel, count - 1 - c)
         for r in range(end if columns < words else 0):
-            row = array_at(row_at(k, n, first + min(r, count - 1)), (words,), U)
+            row = array_at(start + min(r, count - 1) * k.row, (words,), U)
             for e in range(columns, words):
                 out[target + e * panel + r] = row[e]
 
@@ -93,9 +94,10 @@ def _pack_columns(task, v, stops, out):
     keys = out.shape[1]
     parts = (keys + ROWS - 1) // ROWS
     n, first = task // parts, task % parts * ROWS
+    start, stop = row_at(v, n, 0), stops[n // v.heads]
     for j in range(first, min(first + ROWS, keys)):
-        row, real = out[n, j], v.d if j < stops[n // v.heads] else 0
-        source = array_at(row_at(v, n, j), (real,), U)
+        row, real = out[n, j], v.d if j < stop else 0
+        source = array_at(start + j * v.row, (real,), U)
         for t in range(real):
             row[t] = source[t]
         for t in range(real, row.size):
@@ -113,12 +115,12 @@ def _pack_pairs(task, v, stops, out):
     pairs = out.shape[1]
     parts = (pairs + ROWS - 1) // ROWS
     n, first = task // parts, task % parts * ROWS
-    stop = stops[n // v.heads]
+    start, stop = row_at(v, n, 0), stops[n // v.heads]
     for p in range(first, min(first + ROWS, pairs)):
         row, real = out[n, p], v.d if 2 * p < stop else 0
-        low = array_at(row_at(v, n, 2 * p), (real,), np.uint16)
+        low = array_at(start + 2 * p * v.row, (real,), np.uint16)
         if 2 * p + 1 < stop:
-            high = array_at(row_at(v, n, 2 * p + 1), (real,), np.uint16)
+            high = array_at(start + (2 * p + 1) * v.row, (real,), np.uint16)
             for t in range(real):
                 row[t] = U(U(low[t]) | U(U(high[t]) << U(16)))
         else:

@@ -452,6 +452,26 @@ def row_mask(name: str):
 
 
 @functools.cache
+def row_span(name: str):
+    """Intrinsic f(x, x_off, count, first, stop): x = -inf before column `first` and from `stop` on.
+
+    By whole vectors: a vector that is loaded where single numbers have just been stored waits for them.
+    """
+
+    def change(context, b, isa, sig, a, x, at):
+        words = isa.vector(I32)
+        column = b.add(isa.index(b), isa.splat(b, b.trunc(at, I32), words))
+        first, stop = (isa.splat(b, b.trunc(bound, I32), words) for bound in a[3:5])
+        seen = b.and_(
+            compare(b, "icmp_signed", ">=", column, first),
+            compare(b, "icmp_signed", "<", column, stop),
+        )
+        return b.select(seen, x, isa.fill(b, isa.floats, float("-inf")))
+
+    return row_change(name, 2, change)
+
+
+@functools.cache
 def any_byte(name: str):
     """Intrinsic f(mask, off, count) -> whether any byte of `count` vectors is not 0."""
     isa = FLOAT_ISAS[name]

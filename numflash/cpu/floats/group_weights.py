@@ -39,6 +39,7 @@ def make_group_weights(name: str, key_block: int):
     alibi = float_rows.row_alibi(name)
     add_bias = float_rows.row_bias(name)
     apply_mask = float_rows.row_mask(name)
+    keep_span = float_rows.row_span(name)
 
     @bare
     def grow_row(state, i, at, count, factor):
@@ -85,7 +86,8 @@ def make_group_weights(name: str, key_block: int):
     def edge_rows(semantics, dense, tile, group, c, state):
         """Weights of a group's rows that options change or that attend to a part of its keys.
 
-        Softcap, ALiBi, bias and mask in the field's order.
+        Softcap, ALiBi, bias and mask in the field's order. What the last vector of a row takes of the
+        next row is hidden afterwards.
         """
         first = group.first
         n = group.stop - first
@@ -118,21 +120,23 @@ def make_group_weights(name: str, key_block: int):
                 if slope != F(0):
                     alibi(x, at, some, slope, centre + i)
                 if semantics.has_bias:
-                    add_bias(x, at, whole, bias, bias_at)
-                    if rest:
+                    fits = bias_at + some * lanes <= bias.size
+                    add_bias(x, at, some if fits else whole, bias, bias_at)
+                    if not fits:
                         for j in range(rest):
                             bias_end[j] = bias[bias_at + whole * lanes + j]
                         add_bias(x, tail, 1, bias_end, 0)
                 if semantics.has_mask:
-                    apply_mask(x, at, whole, mask, mask_at)
-                    if rest:
+                    fits = mask_at + some * lanes <= mask.size
+                    apply_mask(x, at, some if fits else whole, mask, mask_at)
+                    if not fits:
                         for j in range(rest):
                             mask_end[j] = mask[mask_at + whole * lanes + j]
                         apply_mask(x, tail, 1, mask_end, 0)
-                for j in range(at, at + seen):
-                    x[j] = HIDDEN
-                for j in range(at + seen_stop, end):
-                    x[j] = HIDDEN
+                inner = seen_stop // lanes * lanes  # the columns of the vectors before the last one
+                if seen > 0:
+                    keep_span(x, at, (seen + lanes - 1) // lanes, seen, end - at)
+                keep_span(x, at + inner, count - inner // lanes, 0, seen_stop - inner)
                 weigh_row(state, i, at, count, factor)
             else:
                 for j in range(at, end):

@@ -47,9 +47,9 @@ def make_query_rows(name: str):
 
         Returns the range of keys that any row attends to.
         """
-        first, stop = s, 0
+        first, stop, start = s, 0, row_at(q, tile.n, tile.row)
         for i in range(tile.real):
-            source = array_at(row_at(q, tile.n, tile.row + i), (q.d,), operand)
+            source = array_at(start + i * q.row, (q.d,), operand)
             target = state.q[i]
             for e in range(source.size):
                 target[e] = source[e]
@@ -68,8 +68,9 @@ def make_query_rows(name: str):
     def store_rows(tile, shifted, state, counter, results):
         """out = O / l and the LSE of each row, and whether it must be computed again in float64."""
         m, (out, lse, redo) = state.m, results
+        start = row_at(out, tile.n, tile.row)
         for i in range(tile.real):
-            result = array_at(row_at(out, tile.n, tile.row + i), (out.d,), np.float32)
+            result = array_at(start + i * out.row, (out.d,), np.float32)
             sums = state.o[i]
             total = total_of(state.l, i * lanes)
             seen = state.hi[i] > state.lo[i]
@@ -98,7 +99,7 @@ def make_query_rows(name: str):
 def ask_for_rows(q, n, first, count, row_bytes):
     """Prefetch the query rows of the next tile that this worker is likely to take."""
     if first >= 0:
-        for i in range(first, min(first + count, q.length)):
-            place = row_at(q, n, i)
+        start = row_at(q, n, first)
+        for i in range(min(count, q.length - first)):
             for line in range(0, row_bytes, LINE):
-                prefetch_line(place + line)
+                prefetch_line(start + i * q.row + line)

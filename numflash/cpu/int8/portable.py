@@ -371,9 +371,10 @@ def keys_seen(place, semantics, s, first_count):
 def store_rows(tile, place, v_scale, results):
     """out = O / l * v_scale, and m and l of each row; a row without keys gives 0."""
     n, row = place.n, place.row
+    start = row_at(results.out, n, row)
     for i in range(place.rows):
         l = F(np.nan) if tile.spoiled[i] else tile.l[i]
-        result = array_at(row_at(results.out, n, row + i), (results.out.d,), F)
+        result = array_at(start + i * results.out.row, (results.out.d,), F)
         unscaled, r = tile.o[i], F(1) / l
         if l == F(0):
             result[:] = F(0)

@@ -246,10 +246,11 @@ def make_store_rows(isa_name: str):
     def store_rows(tile, state, place, v_scale, results):
         n, row = place.n, place.row
         width, columns = results.out.d, state.o.shape[1]
+        start = row_at(results.out, n, row)
         for i in range(tile.real):
             l = F(np.nan) if state.spoiled[i] else state.l[i]
             reciprocal = F(0) if l == F(0) else F(F(1) / l)
-            out = array_at(row_at(results.out, n, row + i), (width,), F)
+            out = array_at(start + i * results.out.row, (width,), F)
             scale_row(state.o, i * columns, v_scale, reciprocal, out, 0, width)
             results.m[n, row + i], results.l[n, row + i] = state.m[i], l
 
