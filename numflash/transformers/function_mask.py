@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
 from ..errors import NumflashError
@@ -59,8 +60,29 @@ class FunctionMask(torch_flex.BlockMask):
         """The mask itself."""
         return self
 
+    # ---- a few models compute with the mask by themselves: they get what the dense one gives
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """PyTorch's functions of it (T5Gemma 2 joins it to another mask)."""
+
+        def dense(x: Any) -> Any:
+            return x.dense() if isinstance(x, FunctionMask) else x
+
+        args, kwargs = tree_map(dense, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what Python asks for by itself, before there are fields
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
     def __getitem__(self, index: Any) -> Any:
         return self.dense()[index]
+
+    def __invert__(self) -> Tensor:
+        return ~self.dense()
 
     def __repr__(self) -> str:
         return repr(self.blocks)

@@ -1,5 +1,6 @@
 """transformers' masks of long prompts as functions, on small models with random weights."""
 
+import copy
 import os
 
 import numpy as np
@@ -124,3 +125,40 @@ def test_what_stays_dense():
         model.set_attn_implementation("numflash_int8")
         out = model(TOKENS, attention_mask=LEFT).logits[LEFT.bool()]
     assert (out - want).norm() < 0.02 * want.norm()
+
+
+def t5gemma2():
+    text = {**SIZES, "sliding_window": 30, "layer_types": ["sliding_attention", "full_attention"]}
+    image = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    image |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 16}
+    encoder = {"text_config": {**text, "model_type": "t5gemma2_text"}, "vision_config": image}
+    config = transformers.T5Gemma2Config(encoder={**encoder, "image_token_index": 49}, decoder=text)
+    return transformers.T5Gemma2ForConditionalGeneration(config)
+
+
+def test_a_model_that_joins_the_mask_to_another():
+    """T5Gemma 2's decoder attends to itself and to the encoder at once."""
+    torch.manual_seed(0)
+    model = t5gemma2().eval()
+    inputs = {"input_ids": TOKENS[:, :20] % 49, "decoder_input_ids": TOKENS % 49}
+    inputs["decoder_attention_mask"] = LEFT.flip(1)
+    found = []
+    for name in ("eager", "numflash"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append(model(**inputs).logits[inputs["decoder_attention_mask"].bool()])
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_computes_with_the_dense_mask():
+    """As some do with any mask that they have made (Nemotron's streaming ASR)."""
+    causal = ours.masking_utils.causal_mask_function
+    options = {"q_offset": 5, "attention_mask": None}
+    found = function_mask(2, ROWS, ROWS + 5, causal, options)
+    dense = found.dense()
+    none = torch.zeros(2, 1, ROWS, 3, dtype=torch.bool)
+    assert found.dtype == torch.bool and torch.equal(~found, ~dense)
+    assert torch.equal(torch.cat([none, found], dim=-1), torch.cat([none, dense], dim=-1))
+    assert torch.equal(torch.where(found, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
+    assert not hasattr(found, "no_such_name")
+    assert torch.equal(copy.deepcopy(found).dense(), dense)
