@@ -102,9 +102,14 @@ def _check_models() -> None:
 
     def checked(self: Any, requested_attention: str | None, *rest: Any, **options: Any) -> Any:
         if requested_attention in IMPLEMENTATIONS and not self._can_set_attn_implementation():
+            parts = ""
+            if (
+                self.config.sub_configs
+            ):  # Granite Speech, GOT-OCR2: its language model may take them
+                parts = f", and parts of this one by model.set_attn_implementation({requested_attention!r}) afterwards"
             raise ArgumentError(
                 f"attn_implementation: got {requested_attention!r} for {type(self).__name__}, which has an attention of its "
-                "own; allowed: models that take transformers' attention functions"
+                f"own; allowed: models that take transformers' attention functions{parts}"
             )
         if requested_attention in IMPLEMENTATIONS:
             prepare(self, requested_attention)

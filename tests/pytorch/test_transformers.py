@@ -407,3 +407,20 @@ def test_models_with_an_attention_of_their_own_are_refused():
     config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)
     with pytest.raises(ArgumentError, match="BloomForCausalLM, which has an attention of its own"):
         transformers.BloomForCausalLM._from_config(config, attn_implementation="numflash")
+
+
+def test_a_language_model_inside_of_a_model_with_an_attention_of_its_own():
+    """Refused as a whole, where the error names the call that reaches the language model."""
+    text = transformers.Qwen2Config(**GROUPED).to_dict()
+    image = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 32}
+    image |= {"image_size": 64, "global_attn_indexes": [], "window_size": 2, "output_channels": 32}
+    config = transformers.GotOcr2Config(text_config=text, vision_config=image, image_token_id=96)
+    kind = transformers.GotOcr2ForConditionalGeneration
+    with pytest.raises(ArgumentError, match=r"of its own.*set_attn_implementation\('numflash'\)"):
+        kind._from_config(config, attn_implementation="numflash")
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    out, want, calls = both(model, lambda: model(TOKENS % 96, attention_mask=padded("left")).logits)
+    assert len(calls) == 2
+    seen = padded("left").bool()
+    torch.testing.assert_close(out[seen], want[seen], atol=1e-4, rtol=1e-4)
