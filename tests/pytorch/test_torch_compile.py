@@ -130,3 +130,13 @@ def test_multihead_attention_inside_the_compiler():
                 torch.testing.assert_close(compiled(x), want, atol=1e-5, rtol=0)
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it itself
+def test_compiled_layers_that_train_return_no_weights(caplog):
+    """Compiled code counts once, so the second layer changes no count."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, dropout=0.0)
+    compiled = torch.compile(torch.nn.TransformerEncoder(layer, 2), backend="aot_eager")
+    with nt.use() as routed:
+        compiled(draw(2, 10, 64)).sum().backward()
+    assert routed.calls == 1 and not routed.fallbacks and "takes over" not in caplog.text
