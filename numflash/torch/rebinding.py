@@ -19,10 +19,18 @@ class Rebinding:
     theirs : the function
     ours : makes of it, or of what `torch.compile` has made of it, the function in its place
     home : the module that defines `theirs`; other modules of `LIBRARIES` are left as they are
+    at_home : whether callers look it up there, and no other module has to be looked through
     """
 
-    def __init__(self, theirs: Callable[..., Any], ours: Callable[..., Any], home: Any) -> None:
-        self.theirs, self._ours, self._home = theirs, ours, home
+    def __init__(
+        self,
+        theirs: Callable[..., Any],
+        ours: Callable[..., Any],
+        home: Any,
+        *,
+        at_home: bool = False,
+    ) -> None:
+        self.theirs, self._ours, self._home, self._at_home = theirs, ours, home, at_home
         self._lock = threading.RLock()  # a signal handler may call as well
         # names that are bound to ours now, what they held, and what they hold
         self._names: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -35,7 +43,8 @@ class Rebinding:
         """Bind the names, also those of modules that were imported since another block began."""
         with self._lock:
             self._inside += 1
-            for path, module in list(sys.modules.items()):
+            modules = [("", self._home)] if self._at_home else list(sys.modules.items())
+            for path, module in modules:
                 names = getattr(module, "__dict__", None)
                 library = path.startswith(LIBRARIES) and module is not self._home
                 if not library and isinstance(names, dict):
@@ -55,9 +64,10 @@ class Rebinding:
 
     def _is_theirs(self, x: Any) -> bool:
         """Whether x is the function, or what `torch.compile` has made of it."""
-        if type(x) is not FunctionType:
-            return False
-        return x is self.theirs or x.__dict__.get("_torchdynamo_orig_callable") is self.theirs
+        if x is self.theirs:
+            return True
+        made = x.__dict__.get("_torchdynamo_orig_callable") if type(x) is FunctionType else None
+        return made is self.theirs
 
     def _bind(self, names: dict[str, Any], name: str) -> None:
         x = names.get(name)

@@ -215,6 +215,10 @@ def _routed(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
 
 # PyTorch calls no mode for these functions
 _flex = Rebinding(torch_flex.flex_attention, functools.partial(_routed, flex_attention), torch_flex)
+# The compiler calls no mode for these either, and a graph that holds one hides it from the mode for
+# good. Outside of the graph the mode is called.
+_outside = functools.cache(torch.compiler.disable)
+_fused = [Rebinding(x, _outside, torch, at_home=True) for x in _FUSED]
 
 
 @functools.cache
@@ -226,4 +230,4 @@ def _varlen(home: Any) -> Rebinding:
 def _rebound() -> list[Rebinding]:
     """Of the functions that may have been imported."""
     home = sys.modules.get("torch.nn.attention.varlen")
-    return [_flex] if home is None else [_flex, _varlen(home)]
+    return [_flex, *_fused] if home is None else [_flex, *_fused, _varlen(home)]

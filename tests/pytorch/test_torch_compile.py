@@ -8,7 +8,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch_cases import KEEP, SDPA, K, Q, V, draw, gradients, qkv
 
 import numflash.torch as nt
-from numflash.errors import UnsupportedError
 from numflash.tiling.plan_cache import forget_plans
 
 
@@ -105,10 +104,7 @@ def test_many_compiled_calls_in_one_block_are_compiled_once(caplog):
 
 
 def test_multihead_attention_inside_the_compiler():
-    """Traced, it breaks the graph and is routed outside of it.
-
-    PyTorch's fused layer, which cannot be routed, is refused.
-    """
+    """Traced, it breaks the graph and is routed outside of it."""
     layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True).eval()
     x = draw(2, 10, 64)
     before = torch.backends.mha.get_fastpath_enabled()
@@ -121,15 +117,29 @@ def test_multihead_attention_inside_the_compiler():
                     torch.compile(layer, backend="eager")(x), want, atol=1e-5, rtol=0
                 )
             assert routed.calls == 1
-            torch._dynamo.reset()
-            torch.backends.mha.set_fastpath_enabled(True)
-            compiled = torch.compile(layer, backend="eager")
-            with nt.use(), pytest.raises(UnsupportedError, match=r"torch\.compile"):
-                compiled(x)
-            with nt.use(fallback=True):
-                torch.testing.assert_close(compiled(x), want, atol=1e-5, rtol=0)
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def test_fused_layers_inside_the_compiler(caplog):
+    """PyTorch's fused layer, which no mode sees in a graph, is not put into one inside of `use`."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = draw(2, 10, 64)
+    fused = torch._transformer_encoder_layer_fwd
+    with torch.inference_mode():
+        want = model(x)
+        for backend in ("eager", "aot_eager"):
+            torch._dynamo.reset()
+            compiled = torch.compile(model, backend=backend)
+            assert torch.equal(compiled(x), want)
+            with nt.use(precision="int8") as routed:
+                out = compiled(x)
+            torch.testing.assert_close(out, want, atol=0.02, rtol=0)
+            assert not torch.allclose(out, want, atol=1e-5, rtol=0)  # it was INT8
+            assert routed.calls and not routed.fallbacks
+            assert torch._transformer_encoder_layer_fwd is fused and torch.equal(compiled(x), want)
+    assert "takes over" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it itself
