@@ -8,6 +8,9 @@ import math
 
 from .graph import ROUNDINGS, Graph, Node, Untraceable, reachable
 
+CHOICES = "where", "abs", "min", "max"
+LINEAR = *CHOICES, "cast", "add", "sub", "neg"
+
 
 def derivative(graph: Graph, root: Node, by: Node | None = None) -> Node:
     """d root / d score, or by a load; at kinks the side that PyTorch takes, through casts to integers
@@ -15,8 +18,16 @@ def derivative(graph: Graph, root: Node, by: Node | None = None) -> Node:
     """
     by = graph.score if by is None else by
     known: dict[int, Node] = {}
+    chosen: set[int] = set()  # whose derivatives a choice may have made 0
     for x in reachable([root]):
-        known[x.number] = _Rules(graph, x, [known[y.number] for y in x.args]).result(by)
+        rules = _Rules(graph, x, [known[y.number] for y in x.args])
+        found = rules.result(by)
+        if any(y.number in chosen for y in x.args):
+            chosen.add(x.number)
+            found = rules.without_nan(found)
+        if x.op in CHOICES:
+            chosen.add(x.number)
+        known[x.number] = found
     return known[root.number]
 
 
@@ -38,6 +49,18 @@ class _Rules:
         if rule is None:
             raise Untraceable(f"`{x.op}` has no derivative")
         return rule()
+
+    def without_nan(self, found: Node) -> Node:
+        """0 where all operands have the derivative 0: that of sqrt(where(s > 0, s, 0)) is 0 / 0 there,
+        but 0 by PyTorch's chain rule, which goes from the result to the score.
+        """
+        moving = [d for d in self.d if d is not self.zero]
+        if self.x.op in LINEAR or found is self.zero or not moving:
+            return found
+        still = self.op("eq", moving[0], self.zero)
+        for d in moving[1:]:
+            still = self.op("and", still, self.op("eq", d, self.zero))
+        return self.graph.where(still, self.zero, found)
 
     def times(self, x: Node, y: Node) -> Node:
         if x is self.zero or y is self.zero:

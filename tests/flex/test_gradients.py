@@ -61,6 +61,36 @@ def test_an_infinite_slope_of_a_hidden_score_is_not_met():
     assert_close(gradients(steep, None, is_causal=True), gradients(guarded, None, is_causal=True))
 
 
+CHOICES = {  # the function, and its slope at scores s: 0 where a number was taken instead of the score
+    "relu": (lambda s, b, h, q, k: np.sqrt(np.maximum(s, 0.0)), lambda s, q, k: s > 0),
+    "where": (lambda s, b, h, q, k: np.sqrt(np.where(s > 0, s, 0.0)), lambda s, q, k: s > 0),
+    "product": (
+        lambda s, b, h, q, k: np.sqrt(np.where((s > 0) & (k % 2 == 0), s, 0.0) * 2.0 / 2.0),
+        lambda s, q, k: (s > 0) & (k % 2 == 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_infinite_slope_of_a_number_that_was_taken_instead_is_0(name):
+    """As PyTorch has it, whose chain rule ends at the choice."""
+    score_mod, taken = CHOICES[name]
+    q, k, v = (x[:1, :1, :40].astype(np.float32) for x in g.operands(23))
+    out, lse = numflash.flex_attention(q, k, v, score_mod, return_lse=True)
+    grad = np.random.default_rng(3).standard_normal(out.shape).astype(np.float32)
+    dq, dk, _ = numflash.attention_backward(grad, q, k, v, out, lse, score_mod=score_mod)
+    q, k, v, grad = (x[0, 0].astype(np.float64) for x in (q, k, v, grad))
+    scale, rows = q.shape[1] ** -0.5, np.arange(40)
+    scores = q @ k.T * scale
+    through = taken(scores, rows[:, None], rows)
+    bent = np.sqrt(np.where(through, scores, 0))
+    p = np.exp(bent) / np.exp(bent).sum(1, keepdims=True)
+    dp = grad @ v.T
+    ds = p * (dp - (p * dp).sum(1, keepdims=True))
+    ds = np.where(through, ds * 0.5 / np.where(through, bent, 1), 0) * scale
+    assert_close((dq[0, 0], dk[0, 0]), (ds @ k, ds.T @ q), 1e-4)
+
+
 def test_gradients_are_those_of_torch():
     torch = pytest.importorskip("torch")
     q, k, v = g.operands(21)
