@@ -103,10 +103,11 @@ def _check_models() -> None:
     def checked(self: Any, requested_attention: str | None, *rest: Any, **options: Any) -> Any:
         if requested_attention in IMPLEMENTATIONS and not self._can_set_attn_implementation():
             parts = ""
-            if (
-                self.config.sub_configs
-            ):  # Granite Speech, GOT-OCR2: its language model may take them
-                parts = f", and parts of this one by model.set_attn_implementation({requested_attention!r}) afterwards"
+            if self.config.sub_configs:  # a language model in it may take them: Granite Speech
+                name = repr(requested_attention)
+                parts = (
+                    f", and parts of this one by model.set_attn_implementation({name}) afterwards"
+                )
             raise ArgumentError(
                 f"attn_implementation: got {requested_attention!r} for {type(self).__name__}, which has an attention of its "
                 f"own; allowed: models that take transformers' attention functions{parts}"

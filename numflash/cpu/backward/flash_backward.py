@@ -55,7 +55,9 @@ from .row_gradients import row_gradients
 
 F = np.float32
 inlined = bare(forceinline=True)  # a call would copy the options and arrays of its tuples
-counted = inline(forceinline=True)  # the same of what returns or allocates arrays, with their counts
+counted = inline(
+    forceinline=True
+)  # the same of what returns or allocates arrays, with their counts
 
 
 class Head(NamedTuple):
