@@ -150,6 +150,29 @@ def test_the_diagonal_follows_lengths_and_alignment():
 
 
 @planned
+@pytest.mark.parametrize("rows", [L, 2])
+@pytest.mark.parametrize("name", ["mask", "bias", "all"])
+def test_gradients_of_a_known_mask_are_followed(name, rows, looks):
+    """Of tiles and of few rows: what was written in place is read, and from the third call on nothing is looked at in full."""
+    rng = np.random.default_rng(7)
+    q, grad = (np.ascontiguousarray(x[:, :, :rows]) for x in (ARRAYS[0], GRADIENT))
+    arrays = q, *ARRAYS[1:]
+    options = OPTIONS[name](rng)
+    options["attn_mask"] = np.ascontiguousarray(options["attn_mask"][..., :rows, :])
+    results = numflash.attention(*arrays, return_lse=True, **options)
+    for call in range(4):
+        before = len(looks)
+        found = numflash.attention_backward(grad, *arrays, *results, **options)
+        assert call < 2 or len(looks) == before
+        held = {x: y.copy() for x, y in options.items()}
+        want = numflash.attention_backward(grad, *arrays, *results, impl="portable", **held)
+        for x, y in zip(found, want, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4)
+        options["attn_mask"][...] = OPTIONS[name](rng)["attn_mask"][..., :rows, :]
+        results = numflash.attention(*arrays, return_lse=True, impl="reference", **options)
+
+
+@planned
 def test_what_is_kept_is_bounded_and_holds_no_mask():
     masks = [
         np.ones((L, S), bool) for _ in range(12)

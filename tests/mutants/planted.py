@@ -850,6 +850,12 @@ MUTANTS = [
         "tests/cpu/test_unseen.py -k no_row_sees",
     ),
     Mutant(
+        "cpu/backward/tiled.py",
+        "masks_in_place = True",
+        "masks_in_place = False",
+        "tests/test_masks_in_place.py",
+    ),
+    Mutant(
         "cpu/backward/dense_tiles.py",
         "min(stop, s - key)",
         "stop",
