@@ -55,9 +55,7 @@ from .row_gradients import row_gradients
 
 F = np.float32
 inlined = bare(forceinline=True)  # a call would copy the options and arrays of its tuples
-counted = inline(
-    forceinline=True
-)  # the same of what returns or allocates arrays, with their counts
+counted = inline(forceinline=True)  # the same where arrays are returned, with their counts
 
 
 class Head(NamedTuple):
@@ -235,9 +233,7 @@ def make_backward(name: str):
             lo, hi = visible(options, head.b, key + r, sizes.keys)
             lo = min(max(lo - tile.query, 0), columns)
             hi = min(max(hi - tile.query, 0), columns)
-            if (
-                always
-            ):  # a mask may hold NaN for keys that only queries behind the last one would see
+            if always:  # a mask may hold NaN for keys that only queries behind the last would see
                 hi = min(hi, max(0, sizes.length - tile.query))
                 lo = min(lo, hi)
             if key + r < sizes.keys and head.hidden[key + r]:
