@@ -67,6 +67,10 @@ class _Rules:
             return self.zero
         return self.graph.make("mul", x, y)
 
+    def where_moving(self, slope: Node, d: Node) -> Node:
+        """slope * d, 0 where d is."""
+        return self.graph.where(self.op("eq", d, self.zero), self.zero, self.times(slope, d))
+
     def plus(self, x: Node, y: Node) -> Node:
         return self.graph.make("add", x, y)
 
@@ -111,7 +115,7 @@ class _Rules:
 
     def pow(self) -> Node:
         """By the base and by the exponent, each only where it depends on the score; both are 0, not
-        NaN, where u ** (v - 1) or log(u) is infinite and nothing changes.
+        NaN, where u ** (v - 1) or log(u) is infinite, or NaN, and nothing changes.
         """
         u, v = self.x.args
         found = self.zero
@@ -119,11 +123,11 @@ class _Rules:
             slope = self.times(v, self.op("pow", u, self.minus(v, self.one)))
             if v.op != "const":
                 slope = self.graph.where(self.op("eq", v, self.zero), self.zero, slope)
-            found = self.times(slope, self.d[0])
+            found = self.where_moving(slope, self.d[0])
         if self.d[1] is not self.zero:
             grown = self.times(self.x, self.op("log", u))
             grown = self.graph.where(self.op("eq", u, self.zero), self.zero, grown)
-            found = self.plus(found, self.times(grown, self.d[1]))
+            found = self.plus(found, self.where_moving(grown, self.d[1]))
         return found
 
     def tanh(self) -> Node:

@@ -6,6 +6,8 @@ import pytest
 import numflash
 from flex import gallery as g
 from numflash.errors import ArgumentTypeError
+from numflash.flex.evaluate import evaluate
+from numflash.flex.prepared import prepare
 
 SMOOTH = [
     (g.alibi, None), (g.softcap, g.causal), (g.distance_wave, g.documents), (g.checkerboard, g.prefix_lm),
@@ -89,6 +91,20 @@ def test_an_infinite_slope_of_a_number_that_was_taken_instead_is_0(name):
     ds = p * (dp - (p * dp).sum(1, keepdims=True))
     ds = np.where(through, ds * 0.5 / np.where(through, bent, 1), 0) * scale
     assert_close((dq[0, 0], dk[0, 0]), (ds @ k, ds.T @ q), 1e-4)
+
+
+def test_a_power_whose_exponent_or_base_is_a_number():
+    """log of a score below 0 is NaN, 0 to a power below 0 infinite: neither is met where nothing changes."""
+    s = np.array([-2.0, -0.5, 0.5, 2.0])
+    arguments = {"score": s, "b": 0, "h": 0, "q": 0, "k": 0}
+    for score_mod, wanted in (
+        (lambda s, b, h, q, k: s ** np.clip(s, -1.0, 1.0), [-0.25, np.nan, None, 1.0]),
+        (lambda s, b, h, q, k: np.where(s > 0, s, 0.0) ** (s + 2.25), [0.0, 0.0, None, None]),
+    ):
+        recorded = prepare(score_mod, None)
+        (found,) = evaluate(recorded.graph, (recorded.slope,), arguments)
+        for x, y in zip(found, wanted, strict=True):
+            assert y is None or x == y or (np.isnan(x) and np.isnan(y))
 
 
 def test_gradients_are_those_of_torch():
