@@ -52,8 +52,11 @@ class FunctionMask(torch_flex.BlockMask):
             self._dense = masking_utils.sdpa_mask(**self._arguments, allow_is_causal_skip=False)
         return self._dense
 
-    def to(self, *args: Any, **options: Any) -> FunctionMask:
-        """The mask itself: it is on the CPU and has no dtype."""
+    def to(self, *args: Any, **options: Any) -> FunctionMask | Tensor:
+        """The mask itself, which is on the CPU; of another dtype what the dense one gives."""
+        given = (*args, *options.values())
+        if any(isinstance(x, (torch.dtype, Tensor)) and x is not torch.bool for x in given):
+            return self.dense().to(*args, **options)
         return self
 
     def contiguous(self) -> FunctionMask:
@@ -81,13 +84,28 @@ class FunctionMask(torch_flex.BlockMask):
     def __getitem__(self, index: Any) -> Any:
         return self.dense()[index]
 
-    def __invert__(self) -> Tensor:
-        return ~self.dense()
+    def __hash__(self) -> int:
+        return id(self)
 
     def __repr__(self) -> str:
         return repr(self.blocks)
 
     __str__ = __repr__
+
+
+def _of_dense(name: str) -> Any:
+    def operator(self: FunctionMask, *others: Any) -> Any:
+        return getattr(self.dense(), name)(*others)
+
+    return operator
+
+
+# Python looks for operators at the type
+for _name in (
+    "invert", "and", "or", "xor", "rand", "ror", "rxor", "add", "radd", "sub", "rsub", "mul", "rmul",
+    "eq", "ne", "lt", "le", "gt", "ge",
+):  # fmt: skip
+    setattr(FunctionMask, f"__{_name}__", _of_dense(f"__{_name}__"))
 
 
 def function_mask(

@@ -160,5 +160,12 @@ def test_a_model_computes_with_the_dense_mask():
     assert found.dtype == torch.bool and torch.equal(~found, ~dense)
     assert torch.equal(torch.cat([none, found], dim=-1), torch.cat([none, dense], dim=-1))
     assert torch.equal(torch.where(found, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
+    assert torch.equal(found == 0, ~dense) and torch.equal(
+        found != 0, dense
+    )  # where scores are -inf
+    assert torch.equal(1.0 * found + 1, 1.0 * dense + 1)
+    assert torch.equal(1.0 - found.to(torch.float32), 1.0 - dense.to(torch.float32))
+    assert found.to("cpu") is found and found.to(dtype=torch.bool, device="cpu") is found
+    assert {found: 1}[found] and found != None  # noqa: E711
     assert not hasattr(found, "no_such_name")
     assert torch.equal(copy.deepcopy(found).dense(), dense)
