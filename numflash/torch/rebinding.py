@@ -4,13 +4,34 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 LIBRARIES = ("torch.", "numpy.", "numba.", "llvmlite.", "scipy.", "sympy.")  # do not call it
+
+
+@dataclass
+class _Listing:
+    """What a block has found, kept for the next one: to look at all names of all modules takes many ms.
+
+    modules : all of them
+    spaces : the names of those that are looked through;  sizes : how many each had, -1 before
+    found : those that may hold the function, by the address of the module's
+    """
+
+    modules: list[Any]
+    spaces: list[dict[str, Any]]
+    sizes: list[int]
+    found: dict[int, tuple[dict[str, Any], frozenset[str]]]
+
+    def is_of(self, modules: list[Any]) -> bool:
+        """Whether these are the modules."""
+        return len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
 
 
 class Rebinding:
@@ -35,32 +56,56 @@ class Rebinding:
         # names that are bound to ours now, what they held, and what they hold
         self._names: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._inside = 0
-        # by a module's path: its names' address and number, and those that may hold `theirs`. To look at
-        # all names of all modules takes 7 ms.
-        self._seen: dict[str, tuple[tuple[int, int], set[str]]] = {}
+        self._listing = _Listing([], [], [], {})
 
     def enter(self) -> None:
         """Bind the names, also those of modules that were imported since another block began."""
         with self._lock:
             self._inside += 1
-            modules = [("", self._home)] if self._at_home else list(sys.modules.items())
-            for path, module in modules:
-                names = getattr(module, "__dict__", None)
-                library = path.startswith(LIBRARIES) and module is not self._home
-                if not library and isinstance(names, dict):
-                    for name in self._candidates(path, names):
-                        self._bind(names, name)
+            for names, found in self._look():
+                for name in found:
+                    self._bind(names, name)
 
-    def _candidates(self, path: str, names: dict[str, Any]) -> set[str]:
-        """The names of a module that may hold the function: looked for where there are others than in
-        the last block, and in the main module, whose names are assigned to as people work.
+    def _look(self) -> list[tuple[dict[str, Any], frozenset[str]]]:
+        """Names that may hold the function: looked for in modules that have others than in the last block,
+        and in the main module, whose names are assigned to as people work.
         """
-        form = id(names), len(names)
-        known, found = self._seen.get(path, ((0, 0), set[str]()))
-        if known != form or path == "__main__":
-            found = found | {name for name, x in list(names.items()) if self._is_theirs(x)}
-            self._seen[path] = form, found
-        return found
+        modules = [self._home] if self._at_home else list(sys.modules.values())
+        listing = self._listing
+        if not listing.is_of(modules):
+            self._listing = listing = self._listed(listing)
+        sizes = list(map(len, listing.spaces))
+        if sizes != listing.sizes:
+            for names, size, before in zip(listing.spaces, sizes, listing.sizes, strict=True):
+                if size != before:
+                    self._look_in(names, listing)
+            listing.sizes = sizes
+        if not self._at_home:
+            self._look_in(getattr(sys.modules.get("__main__"), "__dict__", {}), listing)
+        return list(listing.found.values())
+
+    def _listed(self, before: _Listing) -> _Listing:
+        """The modules that there are now, with what is known of them."""
+        items = [("", self._home)] if self._at_home else list(sys.modules.items())
+        spaces = {}
+        for path, module in items:
+            names = getattr(module, "__dict__", None)
+            library = path.startswith(LIBRARIES) and module is not self._home
+            if not library and isinstance(names, dict):
+                spaces[id(names)] = names
+        known = dict(zip(map(id, before.spaces), before.sizes, strict=True))
+        return _Listing(
+            [module for _, module in items],
+            list(spaces.values()),
+            [known.get(n, -1) for n in spaces],
+            {n: x for n, x in before.found.items() if n in spaces},
+        )
+
+    def _look_in(self, names: dict[str, Any], listing: _Listing) -> None:
+        found = frozenset(name for name, x in list(names.items()) if self._is_theirs(x))
+        if found:
+            _, known = listing.found.get(id(names), (names, frozenset()))
+            listing.found[id(names)] = names, known | found
 
     def _is_theirs(self, x: Any) -> bool:
         """Whether x is the function, or what `torch.compile` has made of it."""

@@ -1,6 +1,8 @@
 """`numflash.torch.use`: calls and models of PyTorch answered by numflash."""
 
+import sys
 import threading
+import types
 
 import pytest
 
@@ -13,6 +15,7 @@ from torch_cases import SDPA, K, Q, V, draw
 import numflash
 import numflash.torch as nt
 from numflash.errors import ArgumentError
+from numflash.torch.rebinding import Rebinding
 
 
 def test_use_nests_and_ends():
@@ -62,6 +65,52 @@ def test_what_compile_has_made_of_flex_attention_is_routed():
     with nt.use() as routed:
         COMPILED(Q, K, V)
     assert routed.calls == 1
+
+
+def test_modules_that_change_between_blocks(monkeypatch):
+    """Blocks remember what the last one has found."""
+
+    def routed(module):
+        with nt.use() as inside:
+            module.attend(Q, K, V)
+        assert module.attend is torch_flex.flex_attention
+        return inside.calls
+
+    first, second = types.ModuleType("first"), types.ModuleType("second")
+    first.attend = torch_flex.flex_attention
+    monkeypatch.setitem(sys.modules, "first", first)
+    assert routed(first) == routed(first) == 1
+    monkeypatch.setitem(sys.modules, "second", second)
+    with nt.use():
+        pass
+    second.attend = torch_flex.flex_attention  # a name more
+    assert routed(second) == routed(first) == 1
+    monkeypatch.delitem(sys.modules, "first")
+    assert routed(second) == 1
+    monkeypatch.setitem(sys.modules, "first", first)
+    assert routed(first) == 1
+    third = types.ModuleType("first")  # as reloaded, with as many modules as before
+    third.attend = torch_flex.flex_attention
+    monkeypatch.setitem(sys.modules, "first", third)
+    assert routed(third) == routed(second) == 1
+
+
+def test_a_block_looks_through_modules_that_have_changed_only(monkeypatch):
+    looked = []
+    look_in = Rebinding._look_in
+
+    def counted(self, names, listing):
+        looked.append(names)
+        look_in(self, names, listing)
+
+    monkeypatch.setattr(Rebinding, "_look_in", counted)
+    with nt.use():
+        pass
+    looked.clear()
+    with nt.use():
+        pass
+    main = vars(sys.modules["__main__"])
+    assert all(names is main for names in looked)
 
 
 def test_use_refuses_weights_without_int8():
