@@ -122,7 +122,7 @@ def make_block_sums(name: str):
     lanes, some = FLOAT_ISAS[name].lanes, keys_at_a_time(name)
     wide_sums, sums = (key_sums(name, width) for width in (WIDE, 1))
 
-    @inline
+    @bare
     def block_sums(p, x, rows, factor, out, n, first, count):
         d, weights, target = out.d, address(p), row_at(out, n, first)
         for j in range(0, count, some):
@@ -153,7 +153,7 @@ def make_few_weights(name: str):
     gradients, sloped_gradients = (row_gradients(name, x, of_row=True) for x in (False, True))
     _, _, change, nothing_seen = row_functions(False)
 
-    @inline
+    @bare
     def changed(semantics, b, h, i, first, x, at, count, slope):
         """The options' changes of a row's scores x[at:]; False where all keys are hidden."""
         if semantics.general and nothing_seen(semantics, b, h, i, first, first + count):
@@ -167,7 +167,7 @@ def make_few_weights(name: str):
             change(semantics, b, h, i, first, x[at : at + count])
         return True
 
-    @inline
+    @bare
     def few_weights(few, n, first, count, lo, hi, x, dp, slope):
         semantics, length, kv_heads = few.semantics, few.q.length, few.k.heads
         b, group, vectors = n // kv_heads, few.q.heads // kv_heads, (count + lanes - 1) // lanes
@@ -200,7 +200,7 @@ def make_work(name: str):
     rows_at_hand, block_scores, block_values = make_few_products(name, "float32")
     block_sums, few_weights = make_block_sums(name), make_few_weights(name)
 
-    @inline
+    @bare
     def clear(out, n, first, stop):
         """Keys that no row sees."""
         for j in range(first, stop):

@@ -55,7 +55,7 @@ from .row_gradients import row_gradients
 
 F = np.float32
 inlined = bare(forceinline=True)  # a call would copy the options and arrays of its tuples
-counted = inline(forceinline=True)  # the same where arrays are returned, with their counts
+counted = inline(forceinline=True)  # the same where arrays are returned or made, with their counts
 
 
 class Head(NamedTuple):

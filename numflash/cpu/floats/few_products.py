@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import inline, own
+from ...jit.compiler import bare, own
 from ...jit.memory import LINE, array_at
 from ..isa.strided import row_at
 from ..isa.vectors import (
@@ -145,7 +145,7 @@ def row_of(x, kv_heads, n, r):
     return row_at(x, n * (x.heads // kv_heads) + r // x.length, r % x.length)
 
 
-@inline
+@bare
 def seen_keys(semantics, q, k, n, lo, hi):
     """The first key that each row of KV head n sees, and the key after its last one; those of all rows.
 
@@ -219,7 +219,7 @@ def make_few_products(name: str, kind: str) -> FewProducts:
         add_values(name, kind, rows, width) for rows in (2, 1) for width in (WIDE, 1)
     )
 
-    @inline
+    @bare
     def rows_at_hand(k, n, first, count, room):
         start, nbytes = row_at(k, n, first), k.d * size
         if room == 0:
@@ -234,7 +234,7 @@ def make_few_products(name: str, kind: str) -> FewProducts:
                 copy[e] = words[e]
         return Block(room, nbytes)
 
-    @inline
+    @bare
     def block_scores(k, kv_heads, n, count, q, x):
         rows = q.heads // kv_heads * q.length
         for c in range(0, count, lanes):
@@ -243,7 +243,7 @@ def make_few_products(name: str, kind: str) -> FewProducts:
             for r in range(1, rows):
                 scores_of(here, k.row, there, q.d, row_of(q, kv_heads, n, r), to + r * KEYS * 4)
 
-    @inline
+    @bare
     def block_values(v, count, x, o):
         """Two rows at a time, WIDE vectors of columns at a time."""
         rows, dv = o.shape

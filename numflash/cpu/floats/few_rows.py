@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import inline, kernel
+from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import array_at, uncleared, unpacked, zeros
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.fixedpoint import LN2
@@ -75,7 +75,7 @@ def make_work(name: str, kind: str):
     _, _, _, nothing_seen = row_functions(False)
     apply_options = option_changes(False)
 
-    @inline
+    @bare
     def changed(few, b, h, i, first, x, at, count):
         """The options' changes of a row's scores x[at:]; False where all keys are hidden."""
         semantics, p = few.semantics, x[at : at + count]
@@ -84,7 +84,7 @@ def make_work(name: str, kind: str):
         apply_options(semantics, b, h, i, first, p)
         return True
 
-    @inline
+    @bare
     def weigh(x, at, vectors, m, l, o):
         """Scores x[at:] of a row to weights, whose sum is added to the vector l; what l and o hold is
         rescaled. Returns the row's new maximum.
@@ -108,7 +108,7 @@ def make_work(name: str, kind: str):
             weights(x, at, vectors, m, x, at, l, 0)
         return m
 
-    @inline
+    @bare
     def block_rows(few, n, first, count, lo, hi, x, m, l, o, spoiled):
         """The weights of all rows for a block; False if none of them sees any of its keys."""
         rows, length, kv_heads = few.out.shape[2], few.q.length, few.k.heads

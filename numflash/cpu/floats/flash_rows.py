@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import inline, kernel
+from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LN2, LOG2E
@@ -22,7 +22,7 @@ from ...tiling import tiling
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_tile
 from ..isa.vectors import next_task
-from ..semantics import Semantics, seen_range
+from ..semantics import Semantics, row_of, seen_range
 
 KEYS = tiling("portable", "float32").key_block  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
@@ -57,19 +57,12 @@ class Row(NamedTuple):
     values: np.ndarray  # (S, Dv)
 
 
-@inline
-def broadcast_row(x, b, h, i, first, stop):
-    """x[b, h, i, first:stop] of x (B, H, L, S), whose first three sizes may be 1."""
-    b, h, i = min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(i, x.shape[2] - 1)
-    return x[b, h, i, first:stop]
-
-
 @functools.cache
 def row_functions(double: bool):
     """What the row kernels call, in float64 or float32: dot, apply_softcap, change, nothing_seen."""
     R = np.float64 if double else np.float32
 
-    @inline
+    @bare
     def apply_softcap(semantics, s):
         """Softcap of scores in units of log2."""
         cap = R(semantics.softcap)
@@ -77,7 +70,7 @@ def row_functions(double: bool):
             if semantics.functions.masked == 0 or s[j] != R(-np.inf):
                 s[j] = cap * R(np.tanh(s[j] / cap))
 
-    @inline
+    @bare
     def change(semantics, b, h, i, first, s):
         """ALiBi, bias and mask of scores in units of log2.
 
@@ -88,24 +81,31 @@ def row_functions(double: bool):
             for j in range(s.size):
                 s[j] = s[j] - slope * R(abs(centre - j))
         if semantics.has_bias:
-            row = broadcast_row(semantics.bias, b, h, i, first, first + s.size)
+            at, bias = row_of(semantics.bias, b, h, i) + first, semantics.bias
+            row = bias.reshape(bias.size)[at : at + s.size]
             for j in range(s.size):
                 s[j] = R(-np.inf) if row[j] == F(-np.inf) else s[j] + R(row[j]) * R(LOG2E)
         if semantics.has_mask:
-            seen = broadcast_row(semantics.mask, b, h, i, first, first + s.size)
+            at, mask = row_of(semantics.mask, b, h, i) + first, semantics.mask
+            seen = mask.reshape(mask.size)[at : at + s.size]
             for j in range(s.size):
                 s[j] = s[j] if seen[j] else R(-np.inf)
 
-    @inline
+    @bare
     def nothing_seen(semantics, b, h, i, first, stop):
         """Whether a dense mask or bias hides all of these keys."""
+        seen = not (semantics.has_mask or semantics.has_bias)
         if semantics.has_mask:
-            return not broadcast_row(semantics.mask, b, h, i, first, stop).any()
-        if semantics.has_bias:
-            return (broadcast_row(semantics.bias, b, h, i, first, stop) == F(-np.inf)).all()
-        return False
+            at, mask = row_of(semantics.mask, b, h, i), semantics.mask
+            for x in mask.reshape(mask.size)[at + first : at + stop]:
+                seen |= x != 0
+        elif semantics.has_bias:
+            at, bias = row_of(semantics.bias, b, h, i), semantics.bias
+            for x in bias.reshape(bias.size)[at + first : at + stop]:
+                seen |= x != F(-np.inf)
+        return not seen
 
-    @inline
+    @bare
     def dot(x, y):
         total = R(0)
         for e in range(x.size):
@@ -123,7 +123,7 @@ def option_changes(double: bool):
     R = np.float64 if double else np.float32
     _, apply_softcap, change, _ = row_functions(double)
 
-    @inline
+    @bare
     def apply_options(semantics, b, h, i, first, s):
         functions = semantics.functions
         if functions.masked != 0:
