@@ -330,6 +330,12 @@ MUTANTS = [
     Mutant("cpu/backward/tiled.py", "return max(1.0, abs(problem.scale))", "return 0.0", BACKWARD),
     Mutant(
         "cpu/backward/head_rows.py",
+        "array_at(start + r * out.row, (out.d,), np.float32), parts[n, 0, r]",
+        "array_at(start + r * out.d * 4, (out.d,), np.float32), parts[n, 0, r]",
+        "tests/pytorch/test_equal_gradients.py",
+    ),
+    Mutant(
+        "cpu/backward/head_rows.py",
         "for p in range(1, parts.shape[1]):",
         "for p in range(2, parts.shape[1]):",
         BACKWARD,
