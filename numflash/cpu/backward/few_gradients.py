@@ -54,6 +54,7 @@ from .operands import Factors, Gradients
 from .row_gradients import row_gradients
 
 F = np.float32
+inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 WIDE = 4  # vectors of columns that are summed at a time
 
 
@@ -153,7 +154,7 @@ def make_few_weights(name: str):
     gradients, sloped_gradients = (row_gradients(name, x, of_row=True) for x in (False, True))
     _, _, change, nothing_seen = row_functions(False)
 
-    @bare
+    @inlined
     def changed(semantics, b, h, i, first, x, at, count, slope):
         """The options' changes of a row's scores x[at:]; False where all keys are hidden."""
         if semantics.general and nothing_seen(semantics, b, h, i, first, first + count):
@@ -167,7 +168,7 @@ def make_few_weights(name: str):
             change(semantics, b, h, i, first, x[at : at + count])
         return True
 
-    @bare
+    @inlined
     def few_weights(few, n, first, count, lo, hi, x, dp, slope):
         semantics, length, kv_heads = few.semantics, few.q.length, few.k.heads
         b, group, vectors = n // kv_heads, few.q.heads // kv_heads, (count + lanes - 1) // lanes

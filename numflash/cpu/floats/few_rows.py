@@ -38,6 +38,7 @@ from .flash_rows import LARGEST, LOWEST, option_changes, row_functions
 from .float_isas import FLOAT_ISAS
 
 F = np.float32
+inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
 class Few(NamedTuple):
@@ -75,7 +76,7 @@ def make_work(name: str, kind: str):
     _, _, _, nothing_seen = row_functions(False)
     apply_options = option_changes(False)
 
-    @bare
+    @inlined
     def changed(few, b, h, i, first, x, at, count):
         """The options' changes of a row's scores x[at:]; False where all keys are hidden."""
         semantics, p = few.semantics, x[at : at + count]
@@ -108,7 +109,7 @@ def make_work(name: str, kind: str):
             weights(x, at, vectors, m, x, at, l, 0)
         return m
 
-    @bare
+    @inlined
     def block_rows(few, n, first, count, lo, hi, x, m, l, o, spoiled):
         """The weights of all rows for a block; False if none of them sees any of its keys."""
         rows, length, kv_heads = few.out.shape[2], few.q.length, few.k.heads

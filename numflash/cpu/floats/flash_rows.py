@@ -27,6 +27,8 @@ from ..semantics import Semantics, row_of, seen_range
 KEYS = tiling("portable", "float32").key_block  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
+I = np.int32
+inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 LARGEST = np.finfo(np.float32).max
 LOWEST = F(-1e37)  # a row whose maximum is lower has left float32: it is computed again in float64
 
@@ -62,7 +64,7 @@ def row_functions(double: bool):
     """What the row kernels call, in float64 or float32: dot, apply_softcap, change, nothing_seen."""
     R = np.float64 if double else np.float32
 
-    @bare
+    @inlined
     def apply_softcap(semantics, s):
         """Softcap of scores in units of log2."""
         cap = R(semantics.softcap)
@@ -70,7 +72,7 @@ def row_functions(double: bool):
             if semantics.functions.masked == 0 or s[j] != R(-np.inf):
                 s[j] = cap * R(np.tanh(s[j] / cap))
 
-    @bare
+    @inlined
     def change(semantics, b, h, i, first, s):
         """ALiBi, bias and mask of scores in units of log2.
 
@@ -91,19 +93,23 @@ def row_functions(double: bool):
             for j in range(s.size):
                 s[j] = s[j] if seen[j] else R(-np.inf)
 
-    @bare
+    @inlined
     def nothing_seen(semantics, b, h, i, first, stop):
         """Whether a dense mask or bias hides all of these keys."""
-        seen = not (semantics.has_mask or semantics.has_bias)
+        seen = I(0)  # not a bool, with which LLVM computes number by number
         if semantics.has_mask:
             at, mask = row_of(semantics.mask, b, h, i), semantics.mask
-            for x in mask.reshape(mask.size)[at + first : at + stop]:
-                seen |= x != 0
+            row = mask.reshape(mask.size)[at + first : at + stop]
+            for j in range(row.size):
+                seen = max(seen, I(row[j]))
         elif semantics.has_bias:
             at, bias = row_of(semantics.bias, b, h, i), semantics.bias
-            for x in bias.reshape(bias.size)[at + first : at + stop]:
-                seen |= x != F(-np.inf)
-        return not seen
+            biases = bias.reshape(bias.size)[at + first : at + stop]
+            for j in range(biases.size):
+                seen = max(seen, I(biases[j] != F(-np.inf)))
+        else:
+            return False
+        return seen == 0
 
     @bare
     def dot(x, y):
@@ -123,7 +129,7 @@ def option_changes(double: bool):
     R = np.float64 if double else np.float32
     _, apply_softcap, change, _ = row_functions(double)
 
-    @bare
+    @inlined
     def apply_options(semantics, b, h, i, first, s):
         functions = semantics.functions
         if functions.masked != 0:
