@@ -41,7 +41,7 @@ def make_group_weights(name: str, key_block: int):
     apply_mask = float_rows.row_mask(name)
     keep_span = float_rows.row_span(name)
 
-    @bare
+    @inlined
     def grow_row(state, i, at, count, factor):
         """Raise the maximum of row i to that of its scores x[at:] * factor, and rescale its sums.
 

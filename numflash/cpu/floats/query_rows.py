@@ -19,6 +19,7 @@ from .float_isas import FLOAT_ISAS
 F = np.float32
 HIDDEN = F(-np.inf)
 MAGNITUDE = np.uint32(0x7FFFFFFF)
+inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def make_query_rows(name: str):
     operand, word = (np.float32, np.uint32) if group == 1 else (np.uint16, np.uint16)
     spare = np.uint32(32 - 8 * np.dtype(word).itemsize)  # bits of a float32 that no operand has
 
-    @bare(forceinline=True)
+    @inlined
     def beyond_limit(row, limit):
         """Whether an operand of the row is above the limit, or not finite; `limit` is bits."""
         bits, whole = reinterpret(row, word), row.size // (lanes * group)
@@ -41,7 +42,7 @@ def make_query_rows(name: str):
             found |= (bits[e] & (MAGNITUDE >> spare)) > (limit >> spare)
         return found
 
-    @bare
+    @inlined
     def load_tile(q, limit, semantics, tile, s, state):
         """Load the rows of a tile as operands, the keys each attends to, and the empty state.
 
@@ -64,7 +65,7 @@ def make_query_rows(name: str):
         state.o[:groups], state.l[:groups] = F(0), F(0)
         return first, stop
 
-    @bare
+    @inlined
     def store_rows(tile, shifted, state, counter, results):
         """out = O / l and the LSE of each row, and whether it must be computed again in float64."""
         m, (out, lse, redo) = state.m, results
@@ -95,7 +96,7 @@ def make_query_rows(name: str):
     return load_tile, store_rows
 
 
-@bare(forceinline=True)
+@inlined
 def ask_for_rows(q, n, first, count, row_bytes):
     """Prefetch the query rows of the next tile that this worker is likely to take."""
     if first >= 0:
