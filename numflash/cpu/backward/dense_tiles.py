@@ -14,7 +14,6 @@ from ..isa.vectors import I8
 from ..semantics import row_of, step_of
 from .operands import HIDDEN, KEYS, QUERIES
 
-I = np.int32
 UNSEEN = np.uint8(0)  # of a mask
 BYTES = 16  # rows and columns of a square of a mask
 inlined = bare(forceinline=True)  # a call would copy the arrays of its tuples
@@ -85,12 +84,12 @@ def make_dense_tiles(name: str) -> DenseTiles:
     @bare
     def any_seen(x, r, columns, hidden):
         """Whether any of the keys of a register tile from r on is seen by any query."""
-        seen = I(0)  # not a bool, with which LLVM computes number by number
+        seen = False
         for key in range(r, r + rows):
             row = x[key * QUERIES : key * QUERIES + columns]
             for c in range(columns):
-                seen = max(seen, I(row[c] != hidden))
-        return seen != 0
+                seen |= row[c] != hidden
+        return seen
 
     @bare
     def span(x, first, stop, columns, hidden):

@@ -27,7 +27,6 @@ from ..semantics import Semantics, row_of, seen_range
 KEYS = tiling("portable", "float32").key_block  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
-I = np.int32
 inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 LARGEST = np.finfo(np.float32).max
 LOWEST = F(-1e37)  # a row whose maximum is lower has left float32: it is computed again in float64
@@ -96,20 +95,20 @@ def row_functions(double: bool):
     @inlined
     def nothing_seen(semantics, b, h, i, first, stop):
         """Whether a dense mask or bias hides all of these keys."""
-        seen = I(0)  # not a bool, with which LLVM computes number by number
+        seen = False
         if semantics.has_mask:
             at, mask = row_of(semantics.mask, b, h, i), semantics.mask
             row = mask.reshape(mask.size)[at + first : at + stop]
             for j in range(row.size):
-                seen = max(seen, I(row[j]))
+                seen |= row[j] != 0
         elif semantics.has_bias:
             at, bias = row_of(semantics.bias, b, h, i), semantics.bias
             biases = bias.reshape(bias.size)[at + first : at + stop]
             for j in range(biases.size):
-                seen = max(seen, I(biases[j] != F(-np.inf)))
+                seen |= biases[j] != F(-np.inf)
         else:
             return False
-        return seen == 0
+        return not seen
 
     @bare
     def dot(x, y):
