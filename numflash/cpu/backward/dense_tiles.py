@@ -30,8 +30,8 @@ class DenseTiles(NamedTuple):
     """Jitted functions of one instruction set. `at` is the batch entry and query head of a tile.
 
     take_tile(semantics, dense, at, key, tile, work) : what mask or bias holds for the tile in
-        work.mask or work.bias, (KEYS, QUERIES) flat; keys beyond the last one are hidden, queries
-        beyond it are like it
+        work.mask or work.bias, (KEYS, QUERIES) flat; keys behind the last one are hidden, queries
+        behind the last one see what it sees
     keys_seen(dense, tile, work) : first .. stop of the tile without the keys at either end that no
         query of it attends to
     """

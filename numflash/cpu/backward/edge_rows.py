@@ -25,9 +25,9 @@ class EdgeRows(NamedTuple):
     visible(options, b, key, s) : the first query that attends to a key, and the one after the last
     call_functions(options, sizes, head, key, tile, x, slope) : scores x of all keys of a tile as the
         functions leave them, and their slopes; only of keys and queries that exist
-    change(options, head, key, tile, bounds, work, at, called) : the scores of one key, from `at` on in
-        work.scores, changed in the field's order, after functions if `called`, -inf beyond `bounds`;
-        work.transposed takes up the slope of softcap
+    change(options, head, key, tile, bounds, x, slope, mask, bias, at, called) : scores x[at:] of one key
+        changed in the field's order, after functions if `called`, -inf beyond `bounds`; slope[at:]
+        takes up that of softcap; mask and bias are the tile's, like x
     """
 
     visible: Any
