@@ -36,16 +36,14 @@ class KernelPlan:
     first : the plan that this one is a copy of, or None
         Addresses that the copy did not write anew are those of arrays of `first`, which it keeps alive.
     others : plans of the last masks, lengths and slopes, and their sinks, by alignment and `place_of`
-    masks_in_place : whether kernels read masks where they are
     arrays : KernelArrays or Semantics
-        Masks, lengths and slopes, whose addresses are among the numbers, where these are read in place.
+        Masks, lengths and slopes, which kernels read in place: their addresses are among the numbers.
     """
 
     problem: Problem
     numbers: np.ndarray
     layout: Layout
     first: KernelPlan | None = None
-    masks_in_place = False
     arrays: KernelArrays | Semantics
 
     def __init__(self) -> None:
@@ -60,8 +58,7 @@ class KernelPlan:
         The layers of a model have one mask: where it lies where an earlier one did, and kernels read it
         there, that one's plan serves again. Nothing that a mask holds is in a plan.
         """
-        may_know = arrays.attn_mask is None or self.masks_in_place
-        place = place_of(arrays) if may_know else None
+        place = place_of(arrays)
         found: tuple[Own, np.ndarray | None] | None = self.others.get((alignment, place))
         if found is not None:
             return found
@@ -77,8 +74,6 @@ class KernelPlan:
 
     def mask_at(self) -> int:
         """Where kernels read the mask, a copy where its rows are not contiguous; 0 for none."""
-        if not self.masks_in_place:
-            return 0
         mask, bias = self.arrays.mask, self.arrays.bias
         return address(mask if mask.size else bias)
 
@@ -116,7 +111,6 @@ class ForwardPlan(KernelPlan):
     strides: np.ndarray
     takes: str | None
     contiguous_values: bool
-    masks_in_place = True
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None

@@ -856,9 +856,9 @@ MUTANTS = [
         "tests/cpu/test_unseen.py -k no_row_sees",
     ),
     Mutant(
-        "cpu/backward/tiled.py",
-        "masks_in_place = True",
-        "masks_in_place = False",
+        "cpu/plan.py",
+        "place = place_of(arrays)",
+        "place = None",
         "tests/test_masks_in_place.py",
     ),
     Mutant(

@@ -28,8 +28,6 @@ class FewGradientPlan(KernelPlan):
     parts : of the keys
     """
 
-    masks_in_place = True
-
     def __init__(self, problem: Problem, isa: str, workers: int, vectors: str, parts: int) -> None:
         super().__init__()
         self.problem, self.isa, self.workers = problem.without_memory(), isa, workers

@@ -46,8 +46,6 @@ class GradientPlan(KernelPlan):
         Threads that share the work.
     """
 
-    masks_in_place = True
-
     def __init__(self, problem: Problem, isa: str, workers: int) -> None:
         super().__init__()
         self.problem = problem.without_memory()
