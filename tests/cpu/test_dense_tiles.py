@@ -7,7 +7,7 @@ import pytest
 from daily import between_slow
 
 import numflash
-from numflash.cpu.backward.dense_tiles import Dense, make_dense_tiles
+from numflash.cpu.backward.dense_tiles import make_dense_tiles
 from numflash.cpu.backward.flash_backward import Tile
 from numflash.cpu.backward.operands import HIDDEN, KEYS, QUERIES
 from numflash.cpu.backward.tiled import GradientPlan
@@ -21,8 +21,17 @@ OF_NONE = {np.uint8: 0, np.float32: HIDDEN}
 SHAPES = (2, 3, 70, 150), (1, 3, 1, 21), (2, 1, 64, 144), (1, 1, 70, 7), (1, 1, 1, 1)
 
 
-class Arrays(NamedTuple):
-    """The fields that the functions read of `Semantics` and of a worker's `Scratch`."""
+class Masks(NamedTuple):
+    """The fields that the functions read of `Semantics`."""
+
+    mask: np.ndarray
+    bias: np.ndarray
+    has_mask: bool
+    has_bias: bool
+
+
+class Work(NamedTuple):
+    """Those of a worker's `Scratch`."""
 
     mask: np.ndarray
     bias: np.ndarray
@@ -33,9 +42,9 @@ def functions(isa):
     take_tile, keys_seen = make_dense_tiles(isa)
 
     @kernel
-    def run(options, dense, at, key, tile, work):
-        take_tile(options, dense, at, key, tile, work)
-        return keys_seen(dense, tile, work)
+    def run(options, at, key, tile, work):
+        take_tile(options, at, key, tile, work)
+        return keys_seen(options, tile, work)
 
     return run
 
@@ -84,12 +93,11 @@ def test_tiles_are_the_mask_transposed(kind, isa):
     """
     run, at = functions(isa), (1, 2)
     for x in masks(kind, np.random.default_rng(0)):
-        none = Arrays(*(np.zeros((0,) * 4, other) for other in BEHIND))
-        given = none._replace(**{"mask" if kind is np.uint8 else "bias": x})
-        dense = Dense(*(y.ravel() for y in given))
+        arrays = [x if other is kind else np.zeros((0,) * 4, other) for other in BEHIND]
+        options = Masks(*arrays, kind is np.uint8, kind is np.float32)
         for key, tile in tiles_of(*x.shape[2:]):
-            work = Arrays(*(np.full(KEYS * QUERIES, y, other) for other, y in BEHIND.items()))
-            span = run(given, dense, at, key, tile, work)
+            work = Work(*(np.full(KEYS * QUERIES, y, other) for other, y in BEHIND.items()))
+            span = run(options, at, key, tile, work)
             taken = work[[*BEHIND].index(kind)].reshape(KEYS, QUERIES)
             want = expected(x, at, key, tile)
             np.testing.assert_array_equal(taken[tile.first : tile.stop, : tile.columns], want)

@@ -19,20 +19,14 @@ BYTES = 16  # rows and columns of a square of a mask
 inlined = bare(forceinline=True)  # a call would copy the arrays of its tuples
 
 
-class Dense(NamedTuple):
-    """Mask and bias of `Semantics`, flat, in the problem's own memory; one of them is empty, or both."""
-
-    mask: np.ndarray
-    bias: np.ndarray
-
-
 class DenseTiles(NamedTuple):
-    """Jitted functions of one instruction set. `at` is the batch entry and query head of a tile.
+    """Jitted functions of one instruction set. `at` is the batch entry and query head of a tile; of the
+    mask and bias of `semantics` one is empty, or both.
 
-    take_tile(semantics, dense, at, key, tile, work) : what mask or bias holds for the tile in
+    take_tile(semantics, at, key, tile, work) : what mask or bias holds for the tile in
         work.mask or work.bias, (KEYS, QUERIES) flat; keys behind the last one are hidden, queries
         behind the last one see what it sees
-    keys_seen(dense, tile, work) : first .. stop of the tile without the keys at either end that no
+    keys_seen(semantics, tile, work) : first .. stop of the tile without the keys at either end that no
         query of it attends to
     """
 
@@ -41,13 +35,13 @@ class DenseTiles(NamedTuple):
 
 
 def _transposed_tile(square, side: int, hidden):
-    """take(x, flat, at, key, tile, out): a tile of x (B, H, L, S), whose first three sizes may be 1, by
-    squares of `side` keys and queries, `square` of `transpose`. `flat` is x.
+    """take(x, at, key, tile, out): a tile of x (B, H, L, S), whose first three sizes may be 1, by squares
+    of `side` keys and queries, `square` of `transpose`.
     """
 
     @inlined
-    def take(x, flat, at, key, tile, out):
-        s, step = x.shape[3], step_of(x)
+    def take(x, at, key, tile, out):
+        flat, s, step = x.reshape(x.size), x.shape[3], step_of(x)
         start = row_of(x, at[0], at[1], tile.query) + key
         last = x.shape[2] - 1 - tile.query  # 0 or below where all rows are one, whose step is 0
         first, stop = tile.first // side * side, (tile.stop + side - 1) // side * side
@@ -75,11 +69,11 @@ def make_dense_tiles(name: str) -> DenseTiles:
     take_bias = _transposed_tile(transpose(side, partial=True), side, HIDDEN)
 
     @inlined
-    def take_tile(semantics, dense, at, key, tile, work):
-        if dense.mask.size > 0:
-            take_mask(semantics.mask, dense.mask, at, key, tile, work.mask)
-        if dense.bias.size > 0:
-            take_bias(semantics.bias, dense.bias, at, key, tile, work.bias)
+    def take_tile(semantics, at, key, tile, work):
+        if semantics.has_mask:
+            take_mask(semantics.mask, at, key, tile, work.mask)
+        if semantics.has_bias:
+            take_bias(semantics.bias, at, key, tile, work.bias)
 
     @bare
     def any_seen(x, r, columns, hidden):
@@ -100,10 +94,10 @@ def make_dense_tiles(name: str) -> DenseTiles:
         return first, stop
 
     @inlined
-    def keys_seen(dense, tile, work):
-        if dense.mask.size > 0:
+    def keys_seen(semantics, tile, work):
+        if semantics.has_mask:
             return span(work.mask, tile.first, tile.stop, tile.columns, UNSEEN)
-        if dense.bias.size > 0:
+        if semantics.has_bias:
             return span(work.bias, tile.first, tile.stop, tile.columns, HIDDEN)
         return tile.first, tile.stop
 

@@ -86,9 +86,9 @@ def make_edge_rows(name: str) -> EdgeRows:
         if options.slopes.size > 0:
             slope_of_head = options.slopes[head.b, head.h]
             alibi(x, at, count, slope_of_head, key - options.diagonal[head.b] - tile.query)
-        if options.bias.size > 0:
+        if options.has_bias:
             add_bias(x, at, count, bias, at)
-        if options.mask.size > 0:
+        if options.has_mask:
             apply_mask(x, at, count, mask, at)
         first, stop = bounds
         inner = stop // lanes * lanes  # the columns of the vectors before the last one

@@ -46,7 +46,7 @@ from ..isa.amx_tiles import tile_state
 from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import next_task
-from .dense_tiles import Dense, make_dense_tiles
+from .dense_tiles import make_dense_tiles
 from .edge_rows import make_edge_rows
 from .head_rows import add_parts, make_head_rows, store_rows
 from .held import examine
@@ -190,7 +190,7 @@ def make_backward(name: str):
         return first, stop
 
     @inlined
-    def tile_at(options, dense, head, key, keys, query, length, s, work):
+    def tile_at(options, head, key, keys, query, length, s, work):
         """The tile of the queries from `query` on: without the keys of the block at either end
         that no query attends to; whether score functions change it. `work` has its mask or bias.
         """
@@ -203,8 +203,8 @@ def make_backward(name: str):
         stop = min(keys, stop)
         if first < stop:
             tile = Tile(query, columns, first, stop)
-            take_tile(options, dense, (b, h), key, tile, work)
-            first, stop = keys_seen(dense, tile, work)
+            take_tile(options, (b, h), key, tile, work)
+            first, stop = keys_seen(options, tile, work)
         last = query + columns - 1
         if functions.states.size > 0 and first < stop:
             seen, seen_stop = trimmed(
@@ -219,14 +219,14 @@ def make_backward(name: str):
         return Tile(query, columns, first, stop), called
 
     @inlined
-    def weigh(options, head, key, tile, sizes, built_in, called, work):
+    def weigh(options, head, key, tile, sizes, called, work):
         """Scores and dP to weights and score gradients, row by row.
 
         Slopes are in `transposed`, and after it the gradients before they were multiplied by these.
         """
         x, dp, slope, columns = work.scores, work.slopes, work.transposed, tile.columns
         mask, bias = work.mask, work.bias
-        always, sloped = built_in or called, called or options.softcap > F(0)
+        always, sloped = options.general or called, called or options.softcap > F(0)
         if called:
             call_functions(options, sizes, head, key, tile, x, slope)
         for r in range(tile.first, tile.stop):
@@ -366,16 +366,6 @@ def make_backward(name: str):
         n_heads, length = x.lse.shape[0], (x.q.length + unit - 1) // unit * unit
         work = part_of(scratch, worker)
         begin_tiles()
-        dense = Dense(
-            options.mask.reshape(options.mask.size),
-            options.bias.reshape(options.bias.size),
-        )
-        built_in = (
-            dense.mask.size > 0
-            or dense.bias.size > 0
-            or options.softcap > F(0)
-            or options.slopes.size > 0
-        )
         wanted = out.scores.size > 0
         while True:
             task = next_task(counter)
@@ -393,12 +383,12 @@ def make_backward(name: str):
                 take_block(x, head.n_kv, key, keys, work)
                 first, stop = query_span(options, head.b, key, keys, length, s)
                 for query in range(first // QUERIES * QUERIES, stop, QUERIES):
-                    tile, called = tile_at(options, dense, head, key, keys, query, length, s, work)
+                    tile, called = tile_at(options, head, key, keys, query, length, s, work)
                     if tile.first >= tile.stop:
                         continue
                     products(work.k, head.q_packed, factors.scores, tile, work.scores)
                     products(work.v, head.do_packed, F(1), tile, work.slopes)
-                    weigh(options, head, key, tile, sizes, built_in, called, work)
+                    weigh(options, head, key, tile, sizes, called, work)
                     sloped = called or options.softcap > F(0)
                     if wanted and sloped:
                         store_scores(work.transposed, False, tile, key, out.scores[n])
