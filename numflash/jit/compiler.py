@@ -167,6 +167,9 @@ bare = functools.partial(inline, _nrt=False)
 # The same, inheriting nothing: for what kernels of different options call (docs/pitfalls.md, "Options
 # are inherited from the first caller").
 own = functools.partial(bare, fastmath=False)
+# `bare` as a part of its caller in machine code, too: a call would copy all arrays of its tuples
+# (docs/pitfalls.md, "A call copies the arrays of its tuples").
+inlined = functools.partial(bare, forceinline=True)
 CHECKED = False  # whether callers are compared, as the tests do
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..jit.compiler import bare, kernel
+from ..jit.compiler import bare, inlined, kernel
 from ..jit.memory import reinterpret
 from ..jit.parallel import over_tasks
 from . import fixedpoint as fx
@@ -93,7 +93,7 @@ def _row_peaks(row, row_bits, shift):
     return given, moved
 
 
-@bare(forceinline=True)
+@inlined
 def _quantize_block(n, b, source, block, scale, to):
     """Rows of one block of head n."""
     x, shift = source.x[n], source.offset[n]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare
+from ...jit.compiler import bare, inlined
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.transpose import transpose
 from ..isa.vectors import I8
@@ -16,7 +16,6 @@ from .operands import HIDDEN, KEYS, QUERIES
 
 UNSEEN = np.uint8(0)  # of a mask
 BYTES = 16  # rows and columns of a square of a mask
-inlined = bare(forceinline=True)  # a call would copy the arrays of its tuples
 
 
 class DenseTiles(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, own
+from ...jit.compiler import bare, inlined, own
 from ...numerics.fixedpoint import LN2, LOG2E
 from ..floats import float_rows
 from ..floats.float_isas import FLOAT_ISAS
@@ -16,7 +16,6 @@ from ..isa.score_calls import Corner, Function, batch_of, call_slopes
 from .operands import QUERIES
 
 F = np.float32
-inlined = bare(forceinline=True)  # where options go in: a call would copy them all
 
 
 class EdgeRows(NamedTuple):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import bare, inline, inlined, kernel
 from ...jit.memory import array_at, uncleared, unpacked
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.quantize_kernels import largest_bits
@@ -54,7 +54,6 @@ from .operands import Factors, Gradients
 from .row_gradients import row_gradients
 
 F = np.float32
-inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 WIDE = 4  # vectors of columns that are summed at a time
 
 

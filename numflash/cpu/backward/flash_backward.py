@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, separate
+from ...jit.compiler import bare, inline, inlined, separate
 from ...jit.memory import array_at
 from ...jit.parallel import over_tasks
 from ..floats.float_isas import FLOAT_ISAS
@@ -54,7 +54,6 @@ from .operands import KEYS, QUERIES, Operands, Scratch
 from .row_gradients import row_gradients
 
 F = np.float32
-inlined = bare(forceinline=True)  # a call would copy the options and arrays of its tuples
 counted = inline(forceinline=True)  # the same where arrays are returned or made, with their counts
 
 

@@ -28,7 +28,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, separate
+from ...jit.compiler import bare, inline, inlined, separate
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
 from ...numerics.quantize_kernels import INFINITE, largest_bits
@@ -88,7 +88,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
                         sums[e] = F(sums[e] + F(part[e] * share))
         return top, total
 
-    @bare(forceinline=True)
+    @inlined
     def finish(unit, q, store, s, sizes, results):
         """Merge the splits of one tile, and divide by the sum of the weights."""
         n_kv, all_rows = store.data.shape[1], q.shape[2]

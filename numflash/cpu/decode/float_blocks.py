@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from ...interop.halves import bfloat16_of
-from ...jit.compiler import bare
+from ...jit.compiler import bare, inlined
 from ...numerics.quantize_kernels import INFINITE, largest_bits
 from ...tiling import KEY_BLOCK
 from ..floats.float_exp2 import GROWTH
@@ -70,7 +70,7 @@ def make_floats(tile: Tile, rows: int, changed: bool):
             words[:] = 0
         return I(0), c
 
-    @bare(forceinline=True)
+    @inlined
     def no_weights(work, r):
         """All weights of row r are 0."""
         if matrix:
@@ -79,7 +79,7 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         else:
             work[r] = 0
 
-    @bare(forceinline=True)
+    @inlined
     def grow(r, top, m, l, o, lane_sums):
         """The running maximum of row r becomes `top`: its sums shrink."""
         if shared:
@@ -109,7 +109,7 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         if n < KEY_BLOCK:
             row[n:] = F(-np.inf)
 
-    @bare(forceinline=True)
+    @inlined
     def follow_functions(blocks, query, first, r, found, m):
         """What is left to do to row r after the functions, which have `found` (`call_functions`)."""
         x = query.work.view(np.float32)[r, : blocks.n]
@@ -157,7 +157,7 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         weights(t, r * KEY_BLOCK, count, m[r], operands, r * KEY_BLOCK, sums, 0)
         l[r] = F(l[r] + total_of(sums, 0))
 
-    @bare(forceinline=True)
+    @inlined
     def take_block(blocks, query, base, first):
         """Add one key block, which begins at element `base` and at slot `first`."""
         n, words = blocks.n, query.words.shape[2]
@@ -187,7 +187,7 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         of_values = query.values if shared else place
         block_values(of_values, n, words, work_at, address(query.o), query.o.shape[1])
 
-    @bare(forceinline=True)
+    @inlined
     def take(blocks, query):
         """Add key blocks to the sums of the query rows."""
         for i in range(blocks.count):

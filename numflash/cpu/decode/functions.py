@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import bare
+from ...jit.compiler import bare, inlined
 from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import T_LIMIT
 from ...numerics.quantize_kernels import INFINITE, MAGNITUDE
@@ -44,7 +44,7 @@ LOG2E = F(fx.LOG2E)
 LN2 = F(fx.LN2)
 
 
-@bare(forceinline=True)
+@inlined
 def call_functions(work, place, n, first, query, rounded, scale, unit):
     """Call the functions on the scores of all rows and n slots from `first` on, run by run of tokens.
 
@@ -82,7 +82,7 @@ def call_functions(work, place, n, first, query, rounded, scale, unit):
     return found
 
 
-@bare(forceinline=True)
+@inlined
 def suffice(blocks, query):
     """Whether the functions are all that changes or hides scores of a block."""
     s, at = query.options, query.rows
@@ -118,7 +118,7 @@ def no_nan(x):
         x[j] = F(0) if x[j] != x[j] else x[j]
 
 
-@bare(forceinline=True)
+@inlined
 def after_functions(x, first, query, r, inside):
     """Hide what row r does not attend to, and the options after the functions, on float scores x.
 

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare
+from ...jit.compiler import bare, inlined
 from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8
 from ...numerics.quantize_kernels import INFINITE
@@ -76,14 +76,14 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         )  # no product with an int32 is NaN
         return np.multiply(I(-q_offset), total), limited
 
-    @bare(forceinline=True)
+    @inlined
     def score_block(place, n, q, words, work):
         """Scores of the first n keys; (whether a token is not finite, the unit of the weights)."""
         some_bad, v_max = ratios(place, n, work)
         block_scores(place, n, q, words, work)
         return some_bad, F(v_max * F(fx.VALUE_UNIT))
 
-    @bare(forceinline=True)
+    @inlined
     def weigh_block(place, n, words, work, o, columns, unit):
         """From scores to sums."""
         if octaves(work):
@@ -109,7 +109,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
             place += step
         return bad
 
-    @bare(forceinline=True)
+    @inlined
     def take(blocks, query):
         """Add key blocks to the sums of the query rows."""
         words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n
@@ -131,7 +131,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         of_values = query.values if shared else place
         weigh_block(of_values, n, words, work_at, o_at, columns, unit)
 
-    @bare(forceinline=True)
+    @inlined
     def ask_for_next(place, words, r):
         """Prefetch row r's part of the cache lines behind the keys of a block."""
         if ahead > 0:
@@ -139,7 +139,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
             for line in range(r * LINES, (r + 1) * LINES):
                 prefetch_line(following + 64 * line)
 
-    @bare(forceinline=True)
+    @inlined
     def call_on_whole(place, first, query):
         """The functions on a whole block that every row attends to."""
         work = address(query.work)
@@ -148,7 +148,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
             for r in range(query.real):
                 query.spoiled[r] |= bad >> r & 1
 
-    @bare(forceinline=True)
+    @inlined
     def takes_whole(blocks, query):
         """Whether `take_whole_changed` may take these blocks: functions or options, not both."""
         s, at = query.options, query.rows
@@ -159,7 +159,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         options = s.cap[0] > F(0) or s.slopes.size > 0
         return whole and blocks.inside and in_turn and s.mask.size == 0 and options
 
-    @bare(forceinline=True)
+    @inlined
     def take_whole_changed(blocks, query):
         """`take_changed` of whole blocks whose scores functions change, or soft cap and ALiBi."""
         words, columns = query.words.shape[2], query.o.shape[1]
@@ -181,7 +181,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
             weigh_block(of_values, KEY_BLOCK, words, work_at, o_at, columns, unit)
             place += blocks.step
 
-    @bare(forceinline=True)
+    @inlined
     def change_any(r, n, first, k_scale, some_bad, query, inside):
         """Row r of a block with all that can happen to its scores, after the functions."""
         s, at, work_at = query.options, query.rows, address(query.work)
@@ -203,7 +203,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         hide(edges, first, n, row, I(HIDDEN))
         hide_masked(row[:n], I(HIDDEN), first, s, at, r)
 
-    @bare(forceinline=True)
+    @inlined
     def take_changed(blocks, query):
         """`take` with the options of `changes`, block by block."""
         words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 
-from ...jit.compiler import bare
+from ...jit.compiler import inlined
 from ...tiling import KEY_BLOCK
 from ..floats.float_isas import FLOAT_ISAS
 from ..floats.float_tiles import score_tile, value_tile
@@ -33,14 +33,14 @@ def make_matrix_block(tile: Tile):
     score = score_tile(NAME, panel // lanes)
     value, value_one = value_tile(NAME, panel // lanes), value_tile(NAME, 1)
 
-    @bare(forceinline=True)
+    @inlined
     def block_scores(place, n, q, words, work):
         """work[:, :n] = scores of the first n keys of the block at `place`, without their factor."""
         keys = place + before
         for j in range(0, n, panel):
             score(q, 0, 2 * words, keys + 4 * words * j, 0, words, work, j, KEY_BLOCK)
 
-    @bare(forceinline=True)
+    @inlined
     def block_values(place, n, words, work, o, columns):
         """o += P.V of the first n keys of the block at `place`; weights beyond them are 0."""
         values = place + before + KEY_BLOCK * words * 4

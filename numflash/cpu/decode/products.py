@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from ...jit.compiler import bare
+from ...jit.compiler import inlined
 from ...tiling import KEY_BLOCK
 from . import matrix_tiles
 from .register_tiles import score_tile, value_tile
@@ -30,7 +30,7 @@ def make_block(tile: Tile, rows: int):
     pace = group * packed  # keys of an iteration of P.V's loop
     span = nv * lanes
 
-    @bare(forceinline=True)
+    @inlined
     def block_scores(place, n, q, words, work):
         """work[:, :n] = scores of the first n keys of the block at `place`."""
         keys = place + scales * size
@@ -44,7 +44,7 @@ def make_block(tile: Tile, rows: int):
                 work,
             )
 
-    @bare(forceinline=True)
+    @inlined
     def block_values(place, n, words, work, o, columns):
         """o += P.V of the first n keys of the block at `place`."""
         values = place + (scales + KEY_BLOCK * words * group // packed) * size
@@ -88,12 +88,12 @@ def make_matrix_block(tile: Tile, rows: int):
     panel, lanes, scales = tile.panel, tile.lanes, tile.scales
     packed = tile.packed
 
-    @bare(forceinline=True)
+    @inlined
     def block_scores(place, n, q, words, work):
         """work[:, :n] = scores of the first n keys of the block at `place`."""
         score(q, words, place + scales, place, n, work)
 
-    @bare(forceinline=True)
+    @inlined
     def block_values(place, n, words, work, o, columns):
         """o += P.V of the block at `place`; weights beyond the first n keys are 0."""
         values = place + scales + KEY_BLOCK * words * 4 // packed

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import bare
+from ...jit.compiler import inlined
 from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import f32
 from ...tiling import KEY_BLOCK
@@ -33,7 +33,7 @@ def make_change_row(tile: Tile):
         _one_pass(tile, *options) for options in ((True, True), (True, False), (False, True))
     )
 
-    @bare(forceinline=True)
+    @inlined
     def change_row(work, r, row, first):
         cap, slope, away = f32(row.cap * fx.CAP_UNIT), row.slope, row.position - first
         if row.cap == f32(0):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 
-from ...jit.compiler import bare
+from ...jit.compiler import bare, inlined
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import address
 from .changes import Rows
@@ -58,7 +58,7 @@ def make_attend(tile: Tile, rows: int, changed: bool):
     scales = tile.scales
     _, begin, take, leave = make_tile_rows(tile, rows, changed)
 
-    @bare(forceinline=True)
+    @inlined
     def attend(q, c, store, s, w, task, sizes):
         """One task: its part of the keys for its rows, into s.o, s.m and s.l of the task."""
         _, _, window, _, _, page_size, _ = sizes

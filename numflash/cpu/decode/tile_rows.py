@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare
+from ...jit.compiler import bare, inlined
 from ...numerics.rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import address
@@ -36,7 +36,7 @@ def make_tile_rows(tile: Tile, rows: int, changed: bool):
     lanes, lane_sums = tile.lanes, shared and not exact  # a vector of sums for each row
     prepare, take, nothing = (make_integers if exact else make_floats)(tile, rows, changed)
 
-    @bare(forceinline=True)
+    @inlined
     def buffers(s, w, t, at, real):
         """The rows of tile t of a task of worker w, as `begin` has left them."""
         n = w * span + t
@@ -47,7 +47,7 @@ def make_tile_rows(tile: Tile, rows: int, changed: bool):
         o = s.sums[w, t * rows : (t + 1) * rows]
         return Query(s.q[n], s.work[n], s.edges[n], s.spoiled[n], o, real, at, s, values)
 
-    @bare(forceinline=True)
+    @inlined
     def begin(q, c, w, t, s, at, window, real):
         """Prepare the rows of a task's tile in the buffers of worker w.
 
@@ -91,7 +91,7 @@ def make_tile_rows(tile: Tile, rows: int, changed: bool):
             return total != F(0)
         return coverage(query.edges[r], 0, slots)[0]
 
-    @bare(forceinline=True)
+    @inlined
     def leave(query, s, task, slots):
         """The sums and the state of the rows become the task's."""
         state = query.work[rows].view(np.float32)

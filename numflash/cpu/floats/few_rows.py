@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import bare, inline, inlined, kernel
 from ...jit.memory import array_at, uncleared, unpacked, zeros
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.fixedpoint import LN2
@@ -38,7 +38,6 @@ from .flash_rows import LARGEST, LOWEST, option_changes, row_functions
 from .float_isas import FLOAT_ISAS
 
 F = np.float32
-inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
 class Few(NamedTuple):

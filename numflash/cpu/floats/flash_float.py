@@ -31,7 +31,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, separate
+from ...jit.compiler import bare, inline, inlined, separate
 from ...jit.memory import LINE, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
@@ -45,8 +45,6 @@ from .float_state import Group, State, Tile
 from .group_weights import make_group_weights
 from .key_spans import make_group_spans
 from .query_rows import ask_for_rows, make_query_rows
-
-inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import bare, inline, inlined, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import LN2, LOG2E
@@ -27,7 +27,6 @@ from ..semantics import Semantics, row_of, seen_range
 KEYS = tiling("portable", "float32").key_block  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
-inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 LARGEST = np.finfo(np.float32).max
 LOWEST = F(-1e37)  # a row whose maximum is lower has left float32: it is computed again in float64
 

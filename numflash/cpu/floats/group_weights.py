@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare
+from ...jit.compiler import inlined
 from ...numerics.fixedpoint import LN2, LOG2E
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_tile, full_run
@@ -21,7 +21,6 @@ HIDDEN = F(-np.inf)
 # There a rounded product, as the maximum is one, is whole octaves away from the exact one inside a
 # multiply-add, and the weight of the largest score would be 0 or infinite instead of 1.
 COARSE = F(2.0**24)
-inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
 @functools.cache

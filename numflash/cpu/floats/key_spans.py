@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from ...jit.compiler import bare
+from ...jit.compiler import inlined
 from ..isa.score_calls import has_holes, trimmed
 from ..semantics import row_of, step_of
 from . import float_rows
 from .float_isas import FLOAT_ISAS
-
-inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare
+from ...jit.compiler import inlined
 from ...jit.memory import LINE, array_at, reinterpret
 from ...numerics.fixedpoint import LN2
 from ..isa.strided import row_at
@@ -19,7 +19,6 @@ from .float_isas import FLOAT_ISAS
 F = np.float32
 HIDDEN = F(-np.inf)
 MAGNITUDE = np.uint32(0x7FFFFFFF)
-inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare
+from ...jit.compiler import bare, inlined
 from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import FIRST_KEYS
 from ..isa.operands import Rows
@@ -36,7 +36,7 @@ def make_begin_rows(isa_name: str, pv: str):
     first_scores, first_values = score_row(isa_name), value_row(isa_name)
     weigh_four, weigh_one = (weigh_first(rows, fx.WEIGHT_ONE[pv]) for rows in (4, 1))
 
-    @bare(forceinline=True)
+    @inlined
     def first_row_scores(q, job, semantics, x):
         """Scores of the first keys, after all options, FIRST_KEYS for each row; -inf is hidden."""
         b, h, n, row = job.place
@@ -61,7 +61,7 @@ def make_begin_rows(isa_name: str, pv: str):
                     if j < start or j >= stop:
                         seen[j] = F(-np.inf)
 
-    @bare(forceinline=True)
+    @inlined
     def begin_rows(q, job, semantics, x):
         tile, kv, state = job.tile, job.kv, job.state
         if tile.start[0] >= tile.first_keys or tile.hi[tile.real - 1] == 0:

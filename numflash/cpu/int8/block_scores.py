@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare
+from ...jit.compiler import bare, inlined
 from ...numerics import fixedpoint as fx
 from ..isa.isas import VECTOR_ISAS
 from ..isa.operands import KeyRange, Queries
@@ -81,7 +81,7 @@ def make_block_scores(isa_name: str, pv: str):
     drop_hidden = make_drop_hidden(isa_name)
     tops = top_rows(isa_name, pv)
 
-    @bare(forceinline=True)
+    @inlined
     def changes_of(job, block):
         """The options of this block's scores."""
         changes = job.options
@@ -92,7 +92,7 @@ def make_block_scores(isa_name: str, pv: str):
             lower_base(changes, block)
         return changes
 
-    @bare(forceinline=True)
+    @inlined
     def drop_unseen(job, semantics, block, called):
         """Marks rows as unseen whose whole block is hidden: their octave looks as if int16 did not
         hold the scores. Returns whether a function, and whether mask or bias, hid one.
@@ -104,7 +104,7 @@ def make_block_scores(isa_name: str, pv: str):
             by_mask = drop_hidden(job, semantics, block, ALL_HIDDEN)
         return by_function, by_mask
 
-    @bare(forceinline=True)
+    @inlined
     def block_scores(job, semantics, block, called, wide, scratch):
         tile, state, x = job.tile, job.state, scratch.x
         octave, real = state.octave, tile.real

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, separate
+from ...jit.compiler import bare, inline, inlined, separate
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK, tiling
@@ -119,7 +119,7 @@ def changes_scores(semantics):
     return semantics.softcap > F(0) or semantics.has_bias or semantics.has_mask or slopes
 
 
-@bare(forceinline=True)
+@inlined
 def tile_changes(semantics, dense, place, last, scratch):
     """The options of a tile's scores: see `score_changes`."""
     b, h, _, row = place
@@ -174,7 +174,7 @@ def make_load_rows(operand: Any, q_offset: int):
             for i in range(tile.real):
                 copy(q[place.n, place.row + i], tile.q[i])
 
-    @bare(forceinline=True)
+    @inlined
     def load_rows(operands, semantics, place, s, tile, state):
         b, _, n, row = place
         copy_rows(operands.q, place, tile)
@@ -239,7 +239,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     unit_rows = isa.rows[-1]
     streams = isa.tiled and pv == "int8"
 
-    @bare(forceinline=True)
+    @inlined
     def attend_block(job, semantics, block, left, scratch):
         """A block of keys. Returns whether its scores left int16; `left`: they are likely to."""
         place, tile, state = job.place, job.tile, job.state
@@ -259,7 +259,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         add_values(p, job.kv, tile, block, inside, state)
         return left
 
-    @bare(forceinline=True)
+    @inlined
     def attend_tile(job, operands, semantics, sizes, scratch):
         """The first keys, then every block of keys that the tile's rows attend to.
 
