@@ -17,6 +17,7 @@ from ..flex.attention import attend, recorded_of
 from ..flex.captured_arrays import Captured
 from ..flex.prepared import Prepared, prepare
 from ..interop.arguments import flag
+from ..interop.eager import eager
 from ..validation.options import Options
 from .checks import autocast, check_gradients, check_tensors
 from .gradients import no_second_derivatives
@@ -194,7 +195,7 @@ def _trained(score_mod: Any) -> tuple[Captured | None, list[Tensor]]:
     return Captured(prepared, numbers), [owners[n] for n in numbers]
 
 
-@torch.compiler.disable
+@eager
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import NumflashError, UnsupportedError
 from ..interop.arguments import choice, flag
+from ..interop.eager import eager
 from ..validation.options import PRECISIONS, PV, check_weights
 from .flex import flex_attention
 from .rebinding import Rebinding
@@ -202,8 +203,8 @@ class use(TorchFunctionMode):
 def _routed(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
     """PyTorch's function while a thread is inside `use`, numflash's in that thread."""
 
-    @torch.compiler.disable
-    @functools.wraps(theirs)
+    @eager
+    @functools.wraps(theirs, updated=())  # not what marks code of torch.compile
     def routed(*args: Any, **kwargs: Any) -> Any:
         for mode in reversed(_get_current_function_mode_stack()):
             if isinstance(mode, use):
@@ -217,7 +218,7 @@ def _routed(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
 _flex = Rebinding(torch_flex.flex_attention, functools.partial(_routed, flex_attention), torch_flex)
 # The compiler calls no mode for these either, and a graph that holds one hides it from the mode for
 # good. Outside of the graph the mode is called.
-_outside = functools.cache(torch.compiler.disable)
+_outside = functools.cache(eager)
 _fused = [Rebinding(x, _outside, torch, at_home=True) for x in _FUSED]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import flag, sides
@@ -289,6 +288,10 @@ def _mask_of(
     """
     if bias is not None and is_causal:
         raise SdpaError("attn_mask: got one together with is_causal=True; allowed: one of the two")
+    if bias is None or type(bias) is Tensor:
+        return bias, is_causal, "upper_left"
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # takes 1 s: PyTorch's compiler
+
     if not isinstance(bias, CausalBias):
         return bias, is_causal, "upper_left"
     if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):

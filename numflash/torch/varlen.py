@@ -15,6 +15,7 @@ from ..errors import ArgumentTypeError, UnsupportedError
 from ..flex.attention import prepare
 from ..interop.arguments import flag
 from ..interop.arrays import import_integers
+from ..interop.eager import eager
 from ..validation.options import Options
 from .checks import autocast, check_constants, check_gradients, check_tensors
 from .flex import no_batch_of_gradients, refuse_changed
@@ -99,7 +100,7 @@ class _Packed(torch.autograd.Function):
         return None, *found, *(None,) * (4 - len(found))
 
 
-@torch.compiler.disable
+@eager
 def attention_varlen(
     query: Tensor,
     key: Tensor,

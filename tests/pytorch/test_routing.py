@@ -1,5 +1,6 @@
 """`numflash.torch.use`: calls and models of PyTorch answered by numflash."""
 
+import subprocess
 import sys
 import threading
 import types
@@ -254,3 +255,14 @@ def test_a_signal_handler_may_call_while_a_lock_is_held():
         with lock:
             assert lock.acquire(blocking=False)
             lock.release()
+
+
+def test_pytorchs_compiler_is_not_loaded_where_nothing_is_compiled():
+    """It takes a second, half of what PyTorch itself takes."""
+    code = (
+        "import sys, torch, numflash.torch as nt\n"
+        "q = torch.randn(1, 1, 4, 16, requires_grad=True)\n"
+        "with nt.use(): torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
