@@ -1,6 +1,6 @@
 """The one place for JIT options.
 
-`kernel`, `inline`, `bare`, `own` and `separate` are how numflash compiles a function.
+`kernel`, `inline`, `bare`, `inlined`, `own` and `separate` are how numflash compiles a function.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pytest
 import numflash
 from numflash.cache import appending, calls
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
+from numflash.jit import threads
 
 HEADS, KV_HEADS, D = 4, 2, 32
 rng = np.random.default_rng(0)
@@ -143,6 +144,7 @@ def test_a_call_of_another_thread_between_two_looks():
     assert made.kept == mine._replace(wanted=(1, 2, 1, 8))
 
 
+@pytest.mark.skipif(threads.most() < 2, reason="needs two threads")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_plans_of_one_thread_and_of_two(batch):
     """Short sequences have one thread and one split; the plan kept for them is not that of long ones."""

@@ -55,6 +55,7 @@ def test_two_caches_in_two_threads(layer, monkeypatch):
         np.testing.assert_array_equal(together[seed][0], alone[seed][0])
 
 
+@pytest.mark.skipif(most() < 2, reason="needs two threads")
 def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
     """Two calls at once would end the process; observed from inside the call."""
     inside = [0]
