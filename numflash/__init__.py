@@ -25,6 +25,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .jit.quota import limit_numba as _limit_numba
+
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from .api import (
         attention,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from .varlen import attention_varlen, attention_varlen_backward
 
     __version__: str
+
+_limit_numba()
 
 # public name -> module that defines it
 _PUBLIC = {

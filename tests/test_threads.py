@@ -1,5 +1,8 @@
 """Threads of the caller and of Numba: right answers, and errors that say what to do."""
 
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +14,7 @@ from processes import run, start
 
 import numflash
 from numflash.errors import ArgumentError, NumflashError, UnsupportedError
-from numflash.jit import threads
+from numflash.jit import quota, threads
 
 resource = pytest.importorskip("resource")
 
@@ -247,3 +250,60 @@ def test_an_error_in_a_kernel_leaves_the_number_of_threads(precision, monkeypatc
             else numflash.attention(q, q, q, precision=precision)
         )
     assert numflash.get_num_threads() == before
+
+
+V2, V1 = "0::/pod/box\n", "4:cpu,cpuacct:/box\n3:cpuset:/\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus"),
+    [
+        (V2, {}, None),
+        (V2, {"cpu.max": "max 100000"}, None),
+        (V2, {"cpu.max": "150000 100000"}, 1.5),  # in a container: its own group is the root
+        (V2, {"cpu.max": "400000 100000", "pod/box/cpu.max": "max 100000"}, 4),
+        (V2, {"pod/cpu.max": "300000 100000", "pod/box/cpu.max": "800000 100000"}, 3),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        (V1, {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+        (V1, {"cpu/box/cpu.cfs_quota_us": "20000", "cpu/box/cpu.cfs_period_us": "10000"}, 2),
+        (V1, {"cpu/cpu.cfs_quota_us": "50000"}, None),
+        ("", {"cpu.max": "100000 100000"}, None),
+    ],
+)
+def test_the_quota_of_a_container(groups, files, cpus, tmp_path):
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert quota.cpu_quota(str(tmp_path / "groups"), str(tmp_path)) == cpus
+    assert quota.cpu_quota(str(tmp_path / "none"), str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("cpus", "number"),
+    [(None, None), (0.5, 1), (1, 1), (1.5, 2), (3, 3), (3.2, None), (4, None), (8, None)],
+)
+def test_threads_of_a_quota(cpus, number, monkeypatch):
+    monkeypatch.setattr(quota, "cpu_quota", lambda: cpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    assert quota.threads_of_quota() == number
+
+
+@pytest.mark.skipif(threads.most() < 2, reason="needs two threads")
+@pytest.mark.parametrize(
+    ("first", "given", "number"), [("", "", 1), ("import numba", "", 1), ("", "2", 2)]
+)
+def test_numba_starts_as_many_threads_as_the_quota_allows(first, given, number, tmp_path):
+    """Also where Numba was there before; a number that the user gives is taken."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import io, builtins\nreal = open\n"
+        "def opened(path, *rest, **options):\n"
+        "    text = {'/proc/self/cgroup': '0::/', '/sys/fs/cgroup/cpu.max': '50000 100000'}.get(path)\n"
+        "    return io.StringIO(text) if text else real(path, *rest, **options)\n"
+        "builtins.open = opened\n"
+    )
+    code = f"{first}\nimport numflash, os, numba\nassert numflash.get_num_threads() == {number}"
+    settings = {k: v for k, v in os.environ.items() if k != quota.VARIABLE}
+    settings |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    settings |= {quota.VARIABLE: given} if given else {}
+    subprocess.run([sys.executable, "-c", code], check=True, env=settings)

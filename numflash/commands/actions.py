@@ -48,6 +48,7 @@ def info(args: argparse.Namespace) -> Any:
     import numpy
 
     from ..jit import target
+    from ..jit.quota import cpu_quota
     from ..jit.threads import most
     from ..tiling import Caches
     from ..tiling.tuned import file_of_choices
@@ -65,6 +66,7 @@ def info(args: argparse.Namespace) -> Any:
         "cpu": target.cpu_name(),
         "isa": target.available(),
         "threads": most(),
+        "cpu_quota": cpu_quota(),
         "caches": dict(caches.levels()),
         "caches_from": caches.source,
         "cache_files": len(stored),
@@ -81,6 +83,7 @@ def info(args: argparse.Namespace) -> Any:
         found["roof"] = [roof.as_dict() for roof in roofs]
     sizes = {level: f"{size // 1024} KiB" for level, size in caches.levels()}
     shown: dict[str, Any] = found | {"caches": sizes, "cache": found["cache"] or "none yet"}
+    shown["cpu_quota"] = found["cpu_quota"] or "none"
     shown["tilings"] = found["tilings"] or "none kept"
     shown |= {name: found[name] or "not installed" for name in PACKAGES}
     shown.pop("roof", None)

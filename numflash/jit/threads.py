@@ -19,12 +19,13 @@ from numba.core import config
 from numba.np.ufunc import parallel
 
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from . import quota
 
 _started: list[Callable[[], int]] = []  # what tells the number of threads, the layer being loaded
 
 
 def most() -> int:
-    """Threads that Numba started with: as many as cores, or NUMBA_NUM_THREADS."""
+    """Threads that Numba started with: NUMBA_NUM_THREADS, or as many as the cores that may be used."""
     return int(config.NUMBA_NUM_THREADS)
 
 
@@ -42,7 +43,7 @@ def count() -> int:
         return int(_started[0]())
     try:
         with _openmp_stays():
-            threads = int(numba.get_num_threads())
+            threads = _within_quota(int(numba.get_num_threads()))
         _started.append(getattr(parallel, "_get_num_threads", numba.get_num_threads))
         return threads
     except (ValueError, ImportError) as error:
@@ -52,6 +53,17 @@ def count() -> int:
             f"NUMBA_THREADING_LAYER: got {asked!r}, which cannot be loaded here ({reason}); allowed: unset, 'workqueue', "
             "or 'omp' and 'tbb' where they are installed"
         ) from None
+
+
+def _within_quota(threads: int) -> int:
+    """The number of threads of this Python thread, after Numba was imported before `quota` could tell it
+    how many there may be.
+    """
+    allowed = None if quota.VARIABLE in os.environ else quota.threads_of_quota()
+    if allowed is None or allowed >= threads:
+        return threads
+    numba.set_num_threads(allowed)
+    return allowed
 
 
 def _openmp(layer: str | None = None) -> list[Any]:
