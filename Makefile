@@ -1,4 +1,4 @@
-# Needs make and Python 3.10 to 3.13. Every target makes the virtual environment it needs, inside the tree, once.
+# Needs make and Python 3.10 to 3.14. Every target makes the virtual environment it needs, inside the tree, once.
 PYTHON ?= python3
 PYTEST ?= -q
 # what compiles and what emulates uses one core: two processes, each takes whole files (WORKERS= for one)
@@ -89,8 +89,8 @@ clean:
 	rm -rf .venv .venv-oldest .venv-cuda12 build *.egg-info
 
 .venv/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
-		{ echo "numflash needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) --version); try: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || \
+		{ echo "numflash needs Python 3.10 to 3.14, $(PYTHON) is $$($(PYTHON) --version); try: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
 .venv/demo: pyproject.toml | .venv/bin/python

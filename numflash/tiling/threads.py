@@ -83,4 +83,5 @@ def split_count(units: int, blocks: int, workers: int) -> int:
         if n == 1 or -(-blocks // n) != -(-blocks // (n - 1)):
             waves = units * n / workers
             fill[n] = waves / -(-units * n // workers)
-    return next((n for n in fill if fill[n] >= 0.85 * max(fill.values())), 1)
+    enough = 0.85 * max(fill.values(), default=0)
+    return min((n for n in fill if fill[n] >= enough), default=1)
