@@ -88,10 +88,11 @@ bench: .venv/bench  ## the benchmark matrix; PyTorch takes part where it is inst
 clean:
 	rm -rf .venv .venv-oldest .venv-cuda12 build *.egg-info
 
+# Debian's Python makes half of an environment where python3-venv is not installed: the next try would take it for a whole one
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || \
 		{ echo "numflash needs Python 3.10 to 3.14, $(PYTHON) is $$($(PYTHON) --version); try: make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/demo: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]'
