@@ -13,6 +13,7 @@ from oracles import draw
 from processes import run, start
 
 import numflash
+from numflash import tiling
 from numflash.errors import ArgumentError, NumflashError, UnsupportedError
 from numflash.jit import quota, threads
 
@@ -250,6 +251,25 @@ def test_an_error_in_a_kernel_leaves_the_number_of_threads(precision, monkeypatc
             else numflash.attention(q, q, q, precision=precision)
         )
     assert numflash.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("layer", "times"), [("omp", 1), ("tbb", 1), ("workqueue", 8)])
+def test_threads_that_start_slowly_get_more_work(layer, times, monkeypatch):
+    monkeypatch.setattr(numba, "threading_layer", lambda: layer)
+    work = tiling.threads.THREAD_WORK["int8"] * times
+    assert [tiling.workers("int8", n) for n in (1, work, 2 * work - 1, 2 * work)] == [1, 1, 1, 2]
+    assert [threads.threads_for(n, 100) for n in (0, 100, 100 * times)] == [1, 1, 1]
+    assert threads.threads_for(100 * times + 1, 100) == threads.count()
+
+
+def test_little_work_starts_no_threads():
+    code = (
+        "import numpy as np, numba, numflash\nfrom numflash.jit import threads\n"
+        "c = numflash.KVCache(1, 2, 16, 64)\n"
+        "for _ in range(2): c.append(*np.ones((2, 1, 2, 3, 16), 'f'))\n"
+        "assert not threads._started"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 V2, V1 = "0::/pod/box\n", "4:cpu,cpuacct:/box\n3:cpuset:/\n0::/\n"

@@ -49,7 +49,7 @@ def info(args: argparse.Namespace) -> Any:
 
     from ..jit import target
     from ..jit.quota import cpu_quota
-    from ..jit.threads import most
+    from ..jit.threads import layer, most
     from ..tiling import Caches
     from ..tiling.tuned import file_of_choices
 
@@ -67,6 +67,7 @@ def info(args: argparse.Namespace) -> Any:
         "isa": target.available(),
         "threads": most(),
         "cpu_quota": cpu_quota(),
+        "threading_layer": layer(),
         "caches": dict(caches.levels()),
         "caches_from": caches.source,
         "cache_files": len(stored),

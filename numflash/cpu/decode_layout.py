@@ -16,7 +16,7 @@ import numpy as np
 from ..interop.arrays import convert, to_float32, writable
 from ..jit import guard, target
 from ..jit.memory import LINE
-from ..jit.threads import count, one_at_a_time, refuse_after_fork
+from ..jit.threads import one_at_a_time, refuse_after_fork, threads_for
 from ..numerics import code_pairs
 from ..tiling import KEY_BLOCK, split_count
 from ..validation import NO_LIMIT
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 F = np.float32
 MIN_PAGE = KEY_BLOCK
-# elements of tokens below which starting threads costs more than it saves
+# elements of tokens up to which starting threads costs more than it saves
 PARALLEL_CHANNELS = 1 << 19
-# cached bytes, each code of INT4 counted as one, below which starting threads costs more than it saves
+# cached bytes, each code of INT4 counted as one, up to which starting threads costs more than it saves
 SERIAL_BYTES = 512 << 10
 MATRIX_ROWS = 3  # query rows from which AMX is faster than vectors
 AMX_BFLOAT16 = "amx_bf16", target.BFLOAT16_ISAS
@@ -130,7 +130,7 @@ class Layout:
         """(threads, key blocks of the longest sequence): what the number of splits depends on."""
         serial_tokens, slots = self.limits
         held = longest if longest < slots else slots
-        return 1 if longest * batch <= serial_tokens else count(), -(-held // KEY_BLOCK)
+        return threads_for(longest * batch, serial_tokens), -(-held // KEY_BLOCK)
 
     def serial_tokens(self, batch: int) -> int:
         """The longest sequence that one thread serves, in one split whatever its length."""
@@ -257,7 +257,7 @@ class Layout:
             np.empty((self.kv_heads, slots, d), F) for d in (self.head_dim, self.value_dim)
         )
         sizes = np.array([self.page_size, self.columns, slots, self.channels])
-        parallel = key.size + value.size >= PARALLEL_CHANNELS and count() > 1
+        parallel = threads_for(key.size + value.size, PARALLEL_CHANNELS) > 1
         unpack = make_unpack(self.tile, parallel)
         if not parallel:
             unpack(store.data, pages, sizes, offset, key, value)

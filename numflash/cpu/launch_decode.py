@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..jit import guard
-from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..jit.threads import one_at_a_time, refuse_after_fork, threads_for
 from ..numerics.fixedpoint import LOG2E_Q8
 from ..tiling import KEY_BLOCK
 from .decode import matrix_floats
@@ -76,7 +76,7 @@ class Append:
         if known is not store:  # put together once: a token's append is 2 us in all
             rest = (*store, self.sizes, *self.buffers)
             self.rest = store, rest
-        if key.size + value.size < PARALLEL_CHANNELS:
+        if threads_for(key.size + value.size, PARALLEL_CHANNELS) == 1:
             self.serial(key, value, counts, *rest)
         else:
             refuse_after_fork()

@@ -19,7 +19,7 @@ from ..errors import UnsupportedError
 from ..jit.compiler import inline, kernel, own
 from ..jit.memory import reinterpret
 from ..jit.parallel import over_tasks
-from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..jit.threads import least_work, one_at_a_time, refuse_after_fork
 
 PART = 1 << 15  # elements of a task: about 3 us
 U, H, F = np.uint32, np.uint16, np.float32
@@ -111,9 +111,9 @@ def _convert(number: Any, halves: np.ndarray, floats: np.ndarray, to_float: bool
     halves, floats = halves.ravel(), floats.ravel()
     if halves.size <= PART:  # one task runs in the thread that calls: nobody has to wait
         return convert(halves, floats, PART)
-    part = PART
     try:
         refuse_after_fork()
+        part = PART * least_work()
     except UnsupportedError:
         part = halves.size
     with one_at_a_time():

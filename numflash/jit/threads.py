@@ -55,6 +55,30 @@ def count() -> int:
         ) from None
 
 
+def layer() -> str:
+    """Numba's threading layer: "omp", "tbb" or "workqueue"; "none" where what is asked for cannot be loaded."""
+    try:
+        count()
+    except UnsupportedError:
+        return "none"
+    return str(numba.threading_layer())
+
+
+def least_work() -> int:
+    """How many times as much work makes another thread pay as with OpenMP, whose threads start in 0.01 ms:
+    those of Numba's work queue take 0.2 to 0.4.
+    """
+    count()
+    return 8 if numba.threading_layer() == "workqueue" else 1
+
+
+def threads_for(work: int, least: int) -> int:
+    """Threads for so much work: one up to `least`, for which Numba's threads are not started either."""
+    if work <= least or work <= least * least_work():
+        return 1
+    return count()
+
+
 def _within_quota(threads: int) -> int:
     """The number of threads of this Python thread, after Numba was imported before `quota` could tell it
     how many there may be.

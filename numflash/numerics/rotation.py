@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from ..jit.compiler import bare, kernel
 from ..jit.parallel import over_tasks
-from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..jit.threads import least_work, one_at_a_time, refuse_after_fork
 from .quantize_kernels import INFINITE, LARGEST, MAGNITUDE
 
 F = np.float32
@@ -165,15 +165,16 @@ def rotate_row(row, most):
 
 
 @bare
-def _rotate_chunk(task, x, bits, block, factor, out):
-    for i in range(task * CHUNK, min((task + 1) * CHUNK, x.shape[0])):
+def _rotate_chunk(task, chunk, x, bits, block, factor, out):
+    for i in range(task * chunk, min((task + 1) * chunk, x.shape[0])):
         _rotate_row(x[i], bits[i], block, factor, out[i])
 
 
 @kernel
-def _rotate(x, bits, block, factor, out):
-    """Rows of x (N, D) float32 with their bits as int32, into out (N, D)."""
-    over_tasks(_rotate_chunk, (x.shape[0] + CHUNK - 1) // CHUNK, (x, bits, block, factor, out))
+def _rotate(x, bits, chunk, block, factor, out):
+    """Rows of x (N, D) float32 with their bits as int32, into out (N, D), `chunk` rows a task."""
+    tasks = (x.shape[0] + chunk - 1) // chunk
+    over_tasks(_rotate_chunk, tasks, (chunk, x, bits, block, factor, out))
 
 
 def rotate(x: np.ndarray, most: int = WHOLE) -> np.ndarray:
@@ -190,6 +191,7 @@ def rotate(x: np.ndarray, most: int = WHOLE) -> np.ndarray:
         return rows.reshape(x.shape).copy()
     out = np.empty_like(rows)
     refuse_after_fork()
+    chunk = CHUNK * least_work()
     with one_at_a_time():
-        _rotate(rows, rows.view(I), block, F(block**-0.5), out)
+        _rotate(rows, rows.view(I), chunk, block, F(block**-0.5), out)
     return out.reshape(x.shape)

@@ -14,7 +14,9 @@ def workers(kind: str, multiplications: int) -> int:
     Each thread gets at least `THREAD_WORK` multiplications: with fewer, another thread does not
     make the call faster.
     """
-    return max(1, multiplications // THREAD_WORK[kind])
+    from ..jit.threads import least_work  # loads Numba, which asking for a tiling does not
+
+    return max(1, multiplications // (THREAD_WORK[kind] * least_work()))
 
 
 # Float attention with so many rows of a query head, and at least so many keys, reads keys and values where
