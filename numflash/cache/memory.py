@@ -268,6 +268,18 @@ def truncated(memory: Memory, lengths: np.ndarray) -> Memory:
     return replace(memory, store=layout.rebound(store, table, lengths), oldest=oldest)
 
 
+def emptied(memory: Memory, chosen: list[int]) -> Memory:
+    """The same memory, in which the chosen sequences hold no token.
+
+    Lengths and `oldest` change together: an empty sequence of a ring must not remember what it dropped.
+    """
+    lengths, oldest = memory.store.lengths.copy(), memory.oldest.copy()
+    lengths[chosen] = 0
+    oldest[chosen] = 0
+    store = memory.layout.rebound(memory.store, memory.store.table, lengths)
+    return replace(memory, store=store, oldest=oldest)
+
+
 def copied(memory: Memory) -> Memory:
     """A memory of its own with the same content."""
     everyone = np.arange(memory.batch)

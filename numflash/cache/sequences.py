@@ -12,7 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from . import pages as paging
 from .arguments import integer, plain_array
 from .holdings import Holdings
-from .memory import copied, reserved, selected, truncated
+from .memory import copied, emptied, reserved, selected, truncated
 from .settings import MAX_LENGTH
 
 if TYPE_CHECKING:
@@ -213,5 +213,4 @@ class Sequences(Holdings):
         ):
             raise ArgumentTypeError(f"sequences: got {sequences!r}; allowed: an integer or several")
         chosen = [self._sequence(memory, "sequences", b) for b in sequences]
-        memory.store.lengths[chosen] = 0
-        memory.oldest[chosen] = 0
+        self._memory = emptied(memory, chosen)
