@@ -124,6 +124,17 @@ def test_a_masked_token_that_is_not_finite_is_not_attended_to():
         assert np.isfinite(out[:, :, :2]).all() and np.isnan(out[:, :, 2:]).all()
 
 
+def test_a_query_that_is_not_finite_and_attends_to_nothing():
+    """The mask hides all that its first row could attend to; the second one attends to a token."""
+    for dtype in ("float32", "int8"):
+        cache = filled(2, dtype=dtype)[0]
+        query = draw((B, H, 2, D), 1)
+        query[:, :, :, 3] = np.nan
+        out, lse = cache.decode(query, mask=np.tri(2, k=-1, dtype=bool), return_lse=True)
+        assert not out[:, :, 0].any() and np.isneginf(lse[:, :, 0]).all()
+        assert np.isnan(out[:, :, 1]).all() and np.isnan(lse[:, :, 1]).all()
+
+
 def test_scores_beyond_float32_are_computed_again():
     cache, key, value = filled(20, dtype="float32")
     query = draw((B, H, 4, D), 5) * np.float32(1e37)

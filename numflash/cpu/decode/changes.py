@@ -167,6 +167,17 @@ def hide_masked(x, value, first, s, at, r):
 
 
 @bare
+def attends_to_some(edges, slots, s, at, r):
+    """Whether row r attends to one of the first `slots` slots, except for tokens that the mask hides."""
+    start, mask = at.length - at.queries, s.mask[at.b, (at.row + r) % at.queries]
+    for j in range(slots):
+        hidden = is_masked(j, mask, start, at.length, at.sinks, at.ring)
+        if coverage(edges, j, 1)[0] and not hidden:
+            return True
+    return False
+
+
+@bare
 def attends_to_bad(edges, first, scales, s, at, r):
     """`sees_bad`, except for tokens that the mask hides."""
     start = at.length - at.queries

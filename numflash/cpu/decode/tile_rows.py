@@ -10,6 +10,7 @@ from ...jit.compiler import bare, inlined
 from ...numerics.rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import address
+from .changes import attends_to_some
 from .float_blocks import make_floats
 from .integer_blocks import make_integers
 from .slots import coverage, row_edges
@@ -86,9 +87,11 @@ def make_tile_rows(tile: Tile, rows: int, changed: bool):
 
     @bare
     def attends(query, r, slots, total):
-        """Whether row r attends to a token; functions hide tokens that its edges do not."""
+        """Whether row r attends to a token; functions and masks hide tokens that its edges do not."""
         if changed and query.options.function != 0:
             return total != F(0)
+        if changed and query.options.mask.size > 0:
+            return attends_to_some(query.edges[r], slots, query.options, query.rows, r)
         return coverage(query.edges[r], 0, slots)[0]
 
     @inlined
