@@ -283,10 +283,13 @@ def test_a_truncated_ring():
     whole = KVCache(1, G, D, 1, "float32", window=64)
     whole.append(key[:, :, :236].copy(), value[:, :, :236].copy())
     np.testing.assert_allclose(last, whole.decode(query[:, :, 3:]), rtol=1e-5, atol=1e-6)
-    cache.truncate(0)  # starts over: nothing that was dropped matters
-    cache.append(key[:, :, :50].copy(), value[:, :, :50].copy())
-    cache.truncate(40)
-    assert cache.lengths.tolist() == [40]
+    twin = cache.copy()
+    twin.reset()
+    cache.truncate(0)
+    for empty in (cache, twin):  # starts over: nothing that was dropped matters
+        empty.append(key[:, :, :50].copy(), value[:, :, :50].copy())
+        empty.truncate(40)
+        assert empty.lengths.tolist() == [40]
 
 
 def test_bad_arguments():

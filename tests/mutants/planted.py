@@ -685,6 +685,13 @@ MUTANTS = [
         "tests/cpu/test_decode_int4.py -k storage",
     ),
     Mutant(
+        "cpu/decode/tile_rows.py",
+        "query.options.mask.size > 0",
+        "query.options.mask.size < 0",
+        "tests/cpu/test_decode_options.py -k attends_to_nothing",
+    ),
+    Mutant("cache/memory.py", "oldest[chosen] = 0", "pass", RINGS),
+    Mutant(
         "cpu/decode/row_changes.py",
         "x = b.fadd(b.fmul(x, inverse), shift)",
         "x = b.fmul(x, inverse)",
