@@ -32,6 +32,7 @@ import numflash
 from numflash.course import answer_of, bars, check, drawings, figure, roof, rounds, table
 from numflash.cpu.int8 import flash_int8
 from numflash.cpu.study import ladder, ladder_int8
+from numflash.jit.threads import most
 from numflash.measure import phases
 from numflash.tiling import tiling
 
@@ -181,15 +182,16 @@ check("07.3", gain_of_half_a_softmax)
 
 # %%
 n = 1024
-climbed = [(rung, t) for rung, t, _ in ladder.climb(n, d, workers=2, repeats=9)]
+workers = min(2, most())
+climbed = [(rung, t) for rung, t, _ in ladder.climb(n, d, workers, repeats=9)]
 changes = {"naive": "the definition", "online": "one pass, no matrix of scores", "tiled": "48 rows share each block of 64 keys",
            "packed": "K transposed by block: vectors hold keys", "unfused": f"bytes, and register tiles of {tiling(isa).mr} x {tiling(isa).nv}",
-           "fused": "four parts per block: scores stay in the cache", "parallel": "two threads take tiles",
+           "fused": "four parts per block: scores stay in the cache", "parallel": ("one thread takes", "two threads take")[workers - 1] + " tiles",
            "causal": "tiles above the diagonal are skipped"}
 lines, before = [], None
 for rung, t in climbed:
     flops = 4.0 * n * n * d * (0.5 * (n + 1) / n if rung.name == "causal" else 1)
-    top = peak.float32 if rung.precision == "float32" else roof(2 if rung.number >= 7 else 1, isa).int8
+    top = peak.float32 if rung.precision == "float32" else roof(workers if rung.number >= 7 else 1, isa).int8
     lines.append([rung.number, rung.name, changes[rung.name], 1e3 * t, f"{before / t:.2f}" if before else "",
                   f"{climbed[0][1] / t:.1f}", f"{100 * flops / t / top:.0f} %"])
     before = t

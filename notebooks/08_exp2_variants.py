@@ -169,7 +169,7 @@ print("the product alone:", assembly.histogram(inner["gemm"]))
 # %%
 short, long = (1e9 * pick["gemm", "accurate", "memory", 4, nc].seconds for nc in (64, 128))
 print(f"a call takes {short:.0f} ns with 64 keys, {long:.0f} with 128: {(long - short) / 64:.2f} per key, and some "
-      f"{2 * short - long:.0f} that do not depend on the keys; at the peak a key takes {2e9 * 4 * 64 / fma_peak:.2f}")
+      f"{round(2 * short - long)} that do not depend on the keys; at the peak a key takes {2e9 * 4 * 64 / fma_peak:.2f}")
 
 # %% [markdown]
 # More depends on where V starts. Here it starts at a cache line. NumPy promises 16 bytes only, and then most registers are

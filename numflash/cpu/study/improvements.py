@@ -233,20 +233,19 @@ def _kernel_gains(
     ahead = timed(full.run, "vectors", "fp32", True)
     together = timed(full.run, "vectors", "fp32", threads=threads)
     one_head, half = (timed(x.run, "vectors", "fp32") for x in (shared, causal))
+    on = "fp32 P.V, vector exp2:"
     found = [
-        ("vector code for exp2", plain, wide, "the compiler's loop, vectors written out"),
-        ("prefetching", wide, ahead, "without, with"),
-        ("threads", wide, together, f"1, {threads} threads"),
-        ("GQA, prefill", wide, one_head, f"{heads}, 1 KV heads"),
-        ("causal skipping", wide, half, "full, causal"),
-        ("INT8 P.V", wide, timed(full.run), "float32, INT8"),
+        ("vector code for exp2", plain, wide, "fp32 P.V: the compiler's loop, vectors written out"),
+        ("prefetching", wide, ahead, f"{on} without, with"),
+        ("threads", wide, together, f"{on} 1, {threads} threads"),
+        ("GQA, prefill", wide, one_head, f"{on} {heads}, 1 KV heads"),
+        ("causal skipping", wide, half, f"{on} full, causal"),
+        ("INT8 P.V", wide, timed(full.run), f"{on} float32, INT8"),
     ]
     if "bf16" in full.values:
-        found.append(("16-bit P.V", wide, timed(full.run, "vectors", "bf16"), "float32, bfloat16"))
-    return [
-        _gain(name, before, after, f"fp32 P.V, vector exp2: {words}")
-        for name, before, after, words in found
-    ]
+        bf16 = timed(full.run, "vectors", "bf16")
+        found.append(("16-bit P.V", wide, bf16, f"{on} float32, bfloat16"))
+    return [_gain(*case) for case in found]
 
 
 def _decode_gain(tokens: int, head_dim: int, repeats: int) -> Gain:
