@@ -265,7 +265,8 @@ def run(
     table = Table(
         f"{cpu or target.cpu_name()}, {isa}, {dtype}, L = {length}, D = {head_dim}",
         ("register tile", "block_q", "key_block", "modelled cost")
-        + (("llvm-mca, cycles per 64 multiply-adds",) if by_instruction else ("ms", "spread")),
+        + ("llvm-mca, cycles per 64 multiply-adds",) * by_instruction
+        + ("ms", "spread") * bool(seconds),
     )
     for n, (t, cycles) in enumerate(rows):
         times = seconds[n] if seconds else None
@@ -275,7 +276,7 @@ def run(
             str(t.block_q),
             str(t.key_block),
             f"{modelled(t, head_dim, caches):.2f}",
-            *([f"{cycles:.2f}"] if cycles is not None else figures or ["", ""]),
+            *([f"{cycles:.2f}"] if cycles is not None else figures),
             mr=t.mr,
             nv=t.nv,
             block_q=t.block_q,
@@ -284,6 +285,9 @@ def run(
             cycles=cycles,
         )
     table.show()
+    print(
+        "modelled cost: of a dot instruction with its loads and waits; 1 would be its start alone"
+    )
     result: dict[str, Any] = {"isa": isa, "dtype": dtype, "ranking": table.records, "kept": None}
     if chosen:
         least = [min(x) for x in seconds]

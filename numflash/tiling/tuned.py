@@ -76,7 +76,8 @@ def save(t: Tiling) -> Path:
         write_whole(file, (json.dumps(everything, indent=1) + "\n").encode())
     except OSError as error:
         raise ArgumentError(
-            f"{file}: cannot be written: {error.strerror}; allowed: another NUMFLASH_TILINGS"
+            f"{file}: cannot be written: {error.strerror}; allowed: another file, by NUMFLASH_TILINGS "
+            "(numflash tune --dry-run needs none)"
         ) from None
     saved.cache_clear()
     forget_plans()

@@ -20,6 +20,10 @@ On the CPU FlashDecoding++'s unified maximum is in `study.split_decode` only: wi
 place of the maximum, and without the test for overflow that it then needs, float32 decode of 4096
 keys is 0 to 1 % faster (Granite Rapids), because the maximum is a few instructions beside the
 memory's time, and O is rescaled only after it has grown by eight octaves.
+
+`decode.call` runs it, for `launch_decode`. Shapes and dtypes of the arrays are in `task_data`, the
+layout of the cache in `tiles`. Scores are int32 Q8.8 over integer caches, float32 octaves over
+others.
 """
 
 from __future__ import annotations

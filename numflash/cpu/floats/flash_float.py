@@ -23,6 +23,9 @@ from all of them.
 What float32 cannot hold (scores that overflow, NaN or infinity in a hidden value, a row of biases
 near the lowest float) is noticed per row, by the largest magnitudes or by the result itself, and
 done again by `flash_rows` in float64.
+
+`floats.call` packs K and V and runs it, for `launch_float`. Shapes and dtypes of the arrays are in
+`float_state`: q (B, H, L, D), packed keys and values of each KV head, out (B, H, L, Dv), lse.
 """
 
 from __future__ import annotations

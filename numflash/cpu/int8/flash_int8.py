@@ -23,6 +23,9 @@ before. Where int16 does not hold a row (beyond 127 octaves,
 keys that are not finite), `wide_scores` rounds float32 scores relative to the row's own octave; the
 bits are the same where both apply. On AMX, blocks without options go through `amx_stream`, which
 runs the same steps of many blocks side by side; it calls score functions, but asks no mask.
+
+`int8.call` quantises or packs the operands and runs it, for `launch_int8`. Shapes and dtypes of the
+arrays are in `arguments`, the fixed-point formats in numerics/fixedpoint.py.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ k16 products and uses one buffer and two k8 products instead.
 Heads that share keys are packed: row r of the problem is query r // group of head r % group of the
 group. Where few rows see many keys, several blocks `split` the keys of a tile of rows; each writes
 an output and an LSE of its part, which `merge_parts` puts together.
+
+`launch_float.float_forward` launches it: q (B, H, L, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) and
+out (B, H, L, Dv) in 16 bits, lse (B, H, L) float32; `SIGNATURE` says in which order.
 """
 
 from __future__ import annotations
