@@ -258,7 +258,7 @@ table(["one head", "arithmetic, ms", "scores to memory, ms", "Q, K, V, O once, m
 # the time. That is why FlashAttention was invented. (The scores of one head, 32 MiB at L = 4096, would fit the H100's second-level cache
 # of 50 MB; those of the 32 heads of a layer do not.)
 #
-# One CPU core computes thousands of times more slowly than the H100, but its memory is only about a hundred times slower. So its first two
+# One CPU core computes thousands of times more slowly than the H100, but its memory is only one or two hundred times slower. So its first two
 # columns are of the same order (at D = 64 nearly equal on the machine of this page), and large caches hold a part of the matrix. (A
 # processor has caches of several sizes, one behind the other; the 1 MiB of scores at L = 512 stays in the second or the third of them.) So
 # on a CPU core tiling alone gains little; chapter 02 measures it. But once the arithmetic is made fast (chapters 05 to 07), memory would be

@@ -141,7 +141,7 @@ print(f"unfused takes {seconds['unfused'] / seconds['fused']:.2f} times as long 
 # %% [markdown]
 # The gain is what the trips of scores and weights cost on this machine: 3 bytes for each of L x L scores are written to a larger, slower
 # cache or to memory, and read again. On a GPU the gain is far larger: its arithmetic is thousands of times as fast as that of one CPU
-# core, its memory only about a hundred times (chapter 00's table).
+# core, its memory only one or two hundred times (chapter 00's table).
 #
 # ## Where the time goes now
 #

@@ -210,7 +210,7 @@ print(f"equal bits on 1 and {most()} threads: {equal}")
 # %% [markdown]
 # Its tile is transposed: rows are keys, columns are queries. LSE and delta are then along the lanes of the vectors, where
 # subtracting them costs one instruction; and P^T and dS^T are already what dV and dK need. Only dQ needs dS transposed, in
-# registers. The working set:
+# registers. The working set (`scores` holds P^T, `slopes` dS^T, `transposed` dS):
 
 # %%
 isa = available(FLOAT_ISAS)[0]
