@@ -16,6 +16,13 @@ from .. import __version__
 from ..errors import ArgumentError
 
 PACKAGES = ("torch", "ml_dtypes", "matplotlib", "rich")  # that are used where they are installed
+IN_WORDS = {  # keys of --json, as text shows them
+    "isa": "instruction sets",
+    "cache_files": "kernel files",
+    "cache": "their folders",
+    "integer_divisions": "integer divisions",
+    "lanes64": "64-bit lanes",
+}
 
 
 def demo(args: argparse.Namespace) -> Any:
@@ -82,9 +89,11 @@ def info(args: argparse.Namespace) -> Any:
 
         roofs = [roofline.measure(n) for n in sorted({1, most()})]
         found["roof"] = [roof.as_dict() for roof in roofs]
-    sizes = {level: f"{size // 1024} KiB" for level, size in caches.levels()}
-    shown: dict[str, Any] = found | {"caches": sizes, "cache": found["cache"] or "none yet"}
+    sizes = ", ".join(f"{level} {size // 1024} KiB" for level, size in caches.levels())
+    shown: dict[str, Any] = found | {"caches": f"{sizes} ({caches.source})"}
+    shown["cache"] = found["cache"] or "none yet"
     shown["cpu_quota"] = found["cpu_quota"] or "none"
+    del shown["caches_from"]
     shown["tilings"] = found["tilings"] or "none kept"
     shown |= {name: found[name] or "not installed" for name in PACKAGES}
     shown.pop("roof", None)
@@ -94,13 +103,13 @@ def info(args: argparse.Namespace) -> Any:
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    """A line each; of several values, words with commas."""
+    """A line each, its key in words; of several values, words with commas."""
     for key, value in facts.items():
         if isinstance(value, dict):
             value = [f"{name} {number}" for name, number in value.items()]
         if isinstance(value, list):
             value = ", ".join(map(str, value))
-        print(f"{key:<18} {value}")
+        print(f"{IN_WORDS.get(key, key):<18} {value}")
 
 
 def _version(package: str) -> str | None:
