@@ -367,6 +367,12 @@ def test_a_kernel_must_be_compiled_and_right():
         out[0, 0] = "zero"
 
     @njit
+    def like_numpy(q, k, v, scale, out):
+        s = q @ k.T * scale
+        top = s.max(1, keepdims=True)
+        out[:] = np.exp2(s - top) @ v
+
+    @njit
     def whole_tiles(q, k, v, scale, out):
         for row in range(0, q.shape[0], 24):
             s, m = np.zeros((24, k.shape[0]), np.float32), np.zeros(24, np.float32)
@@ -382,6 +388,9 @@ def test_a_kernel_must_be_compiled_and_right():
     assert "50 queries, 70 keys, D = 8, scale 0.5: it writes behind" in c02._compiled(whole_tiles)
     assert "48 queries, 64 keys" in c02._compiled(one_query)
     assert "it does not compile" in c02._compiled(untyped)
+    said = c02._compiled(like_numpy)
+    assert "Numba has no max(array(float32, 2d, C), 1, keepdims=True)" in said
+    assert "top = s.max(1, keepdims=True)" in said and "Loop over single numbers" in said
 
 
 def test_a_sweep_may_not_pass_a_size_by_its_place():

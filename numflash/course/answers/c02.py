@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ def _working_set(block_q: int, block_k: int, d: int) -> int:
 def largest_block_q(block_k: int, d: int, cache: int) -> int:
     """The largest multiple of 6 whose working set fits."""
     return max(q for q in range(6, 10000, 6) if _working_set(q, block_k, d) <= cache)
+
+
+def _usual_cause(said: str) -> str:
+    if re.search(r"No implementation of function|unsupported NumPy|Unknown attribute", said):
+        return (
+            "\n   Numba knows only a part of what NumPy does with whole arrays (no `axis=` in `max`, "
+            "no `keepdims=`).\n   Loop over single numbers: compiled, that is fast."
+        )
+    return ""
 
 
 def _tile_kib() -> float:
@@ -84,7 +94,7 @@ def _compiled(answer: Any) -> str:
         try:
             answer(q, k, v, np.float32(scale), out)
         except NumbaError as error:
-            return not_compiled(error)
+            return not_compiled(error) + _usual_cause(str(error))
         if np.isnan(out).all():
             nothing = (
                 "it ran, but stored nothing in `out`; a value that it returns is not looked at"

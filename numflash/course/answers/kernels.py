@@ -49,15 +49,27 @@ def nothing_stored(report: Any, name: str = "out") -> str:
 
 
 def not_compiled(error: NumbaError) -> str:
-    """What the compiler says first, and its line."""
+    """What the compiler says first, and the line of the kernel."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = [x.strip() for x in plain.splitlines() if x.strip() and "pipeline" not in x]
-    at = re.search(r'" at (.+) \((\d+)\)', plain)
+    lines = re.findall(r'(?:"|typing of [\w -]+) at (.+) \((\d+)\)', plain)
     first = said[0] if said else type(error).__name__
-    if first.endswith(":"):  # what it is about comes in the next line
+    if "No implementation of function" in plain:
+        first = _unknown_call(plain)
+    elif first.endswith(":"):  # what it is about comes in the next line
         first = " ".join([first, *said[1:2]])
     words = f"it does not compile: {first}"
-    return words + (at_line(at[1], int(at[2])) if at else "")
+    return words + (at_line(lines[-1][0], int(lines[-1][1])) if lines else "")
+
+
+def _unknown_call(plain: str) -> str:
+    """A call that Numba has no code for, as the reader wrote it, and why where Numba says it."""
+    call, why = (re.search(x, plain) for x in (r">>> (.+)", r"TypingError: (.+)"))
+    written = re.sub(r"Literal\[\w+\]\((\w+)\)", r"\1", call[1]) if call else "this call"
+    written = re.sub(r"^(npy|array)_", "", written)
+    if why and written.startswith("_"):  # a part of Numba's own
+        return why[1]
+    return f"Numba has no {written}" + (f": {why[1]}" if why else "")
 
 
 def _usual_cause(said: str) -> str:
