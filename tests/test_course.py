@@ -546,12 +546,17 @@ def test_a_kernel_written_like_numpy_is_told_so():
         shared = cuda.shared.array((64, 32), np.float32)
         shared[cuda.threadIdx.x] = k[cuda.threadIdx.x]
 
+    def products(q, k, out):
+        out[0, cuda.threadIdx.x] = np.sum(q[0] * k[cuda.threadIdx.x])
+
     def zeros(q, k, out):
         out[cuda.threadIdx.x, 0] = np.float32(0)
 
     def nothing(q, k, out):
         cuda.syncthreads()
 
+    said = c13._scores(products)
+    assert "makes a new array" in said and "give every index" in said and "at line" not in said
     said = c13._scores(rows)
     assert "does not compile" in said and "shared[cuda.threadIdx.x] = k" in said
     assert "give every index" in said and "\x1b" not in said

@@ -53,6 +53,7 @@ def not_compiled(error: NumbaError) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = [x.strip() for x in plain.splitlines() if x.strip() and "pipeline" not in x]
     lines = re.findall(r'(?:"|typing of [\w -]+) at (.+) \((\d+)\)', plain)
+    lines = [at for at in lines if "site-packages" not in at[0]]  # not those of Numba itself
     first = said[0] if said else type(error).__name__
     if "No implementation of function" in plain:
         first = _unknown_call(plain)
@@ -67,8 +68,8 @@ def _unknown_call(plain: str) -> str:
     call, why = (re.search(x, plain) for x in (r">>> (.+)", r"TypingError: (.+)"))
     written = re.sub(r"Literal\[\w+\]\((\w+)\)", r"\1", call[1]) if call else "this call"
     written = re.sub(r"^(npy|array)_", "", written)
-    if why and written.startswith("_"):  # a part of Numba's own
-        return why[1]
+    if written.startswith("_"):  # a part of Numba's own
+        return why[1] if why else "it makes a new array, by an operator or a function of arrays"
     return f"Numba has no {written}" + (f": {why[1]}" if why else "")
 
 
