@@ -549,6 +549,10 @@ def test_a_kernel_written_like_numpy_is_told_so():
     def products(q, k, out):
         out[0, cuda.threadIdx.x] = np.sum(q[0] * k[cuda.threadIdx.x])
 
+    def sized(q, k, out):
+        cuda.shared.array((len(q), 32), np.float32)
+        out[0, cuda.threadIdx.x] = np.float32(0)
+
     def zeros(q, k, out):
         out[cuda.threadIdx.x, 0] = np.float32(0)
 
@@ -557,6 +561,7 @@ def test_a_kernel_written_like_numpy_is_told_so():
 
     said = c13._scores(products)
     assert "makes a new array" in said and "give every index" in said and "at line" not in said
+    assert "The shape of a shared or local array is fixed" in c13._scores(sized)
     said = c13._scores(rows)
     assert "does not compile" in said and "shared[cuda.threadIdx.x] = k" in said
     assert "give every index" in said and "\x1b" not in said

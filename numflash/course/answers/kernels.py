@@ -74,6 +74,11 @@ def _unknown_call(plain: str) -> str:
 
 
 def _usual_cause(said: str) -> str:
+    if re.search(r"Function\(<function (shared|local)\.array", said):
+        return (
+            "\n   The shape of a shared or local array is fixed when the kernel is compiled: write numbers, "
+            "as (64, 32)."
+        )
     if re.search(r"NRT required|matmul|setitem|getitem|No implementation of function", said):
         return (
             "\n   The usual cause: a kernel computes with single numbers. It cannot assign rows or "
