@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ..errors import UnsupportedError
 from ..tiling import CUDA_SHARED_KEYS, KEY_BLOCK, cuda_tiling
 from . import launch_backward, launch_backward_hopper
 from .compile import Key, compiled, sass
@@ -215,11 +216,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m numflash.cuda.cycles", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--arch", choices=CARDS, nargs="+", default=list(CARDS))
-    print(HEAD)
-    for arch in parser.parse_args(arguments).arch:
-        for row in rows(arch):
-            print(row, flush=True)
+    words = "architectures (default: all of these)"
+    parser.add_argument("--arch", choices=CARDS, nargs="+", default=list(CARDS), help=words)
+    chosen = parser.parse_args(arguments).arch
+    head: tuple[str, ...] = (HEAD,)
+    try:
+        for arch in chosen:
+            for row in rows(arch):
+                print(*head, row, sep="\n", flush=True)
+                head = ()
+    except UnsupportedError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -10,6 +10,7 @@ from daily import of_today
 from sass_checks import resources
 
 from numflash.cuda import cycles
+from numflash.errors import UnsupportedError
 from numflash.tiling import KEY_BLOCK, cuda_tiling
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda.md"
@@ -31,6 +32,19 @@ def test_the_loop_with_the_densest_products():
     assert list(cycles._products([("IMMA.16832.S8.S8", ""), ("HMMA.1688.F32", "")])) == [
         ("IMMA.16832.S8.S8", 16 * 8 * 32), ("HMMA.1688.F32", 16 * 8 * 8),
     ]  # fmt: skip
+
+
+def test_help_and_a_missing_tool_print_no_table(monkeypatch, capsys):
+    def rows(arch):
+        raise UnsupportedError("nvdisasm is not installed")
+        yield
+
+    monkeypatch.setattr(cycles, "rows", rows)
+    assert cycles.main(["--arch", "sm_80"]) == 1
+    assert capsys.readouterr() == ("", "nvdisasm is not installed\n")
+    with pytest.raises(SystemExit):
+        cycles.main(["--help"])
+    assert cycles.HEAD not in capsys.readouterr().out
 
 
 def test_what_a_branch_skips():
