@@ -180,7 +180,9 @@ def main(numbers: list[str]) -> None:
         maps()
         return
     make = reworded if numbers[:1] == ["--text"] else run
-    numbers = [number for number in numbers if number != "--text"]
+    numbers = numbers[1:] if make is reworded else numbers
+    if unknown := [number for number in numbers if number not in CHAPTERS]:
+        raise SystemExit(f"{__doc__}\nNN: got {', '.join(unknown)}; allowed: {', '.join(CHAPTERS)}")
     for source in sorted(FOLDER.glob("[0-9][0-9]_*.py")):
         if not numbers or source.name[:2] in numbers:
             text = jupytext.writes(make(source), fmt="ipynb") + "\n"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import numflash
+from numflash.jit.threads import most
 from numflash.measure.contenders import on_threads
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
@@ -34,6 +35,7 @@ CASES = {
         (1, 4, 2048, 128, True),
     )
 }
+PARTS = ["overhead", "shapes", "encoder"]
 BUDGET = {"numflash": 1e-5, "int8": 0.1, "bfloat16": 0.05}
 
 
@@ -170,8 +172,10 @@ def bench_encoder(benchmark, one_thread, name):
 
 
 def main(words):
-    parts = [word for word in words if not word.isdigit()] or ["overhead", "shapes", "encoder"]
-    for threads in [int(word) for word in words if word.isdigit()] or [1, 2]:
+    parts = [word for word in words if not word.isdigit()] or PARTS
+    if not set(parts) <= set(PARTS):
+        raise SystemExit(f"got {' '.join(words)}; allowed: {', '.join(PARTS)}, numbers of threads")
+    for threads in [int(word) for word in words if word.isdigit()] or range(1, min(most(), 2) + 1):
         with on_threads(threads):
             if "shapes" in parts:
                 for case in CASES:

@@ -81,6 +81,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("words", nargs="*")
     words = parser.parse_args().words
+    for word in words:
+        if not any(chosen(word, number, mutant) for number, mutant in enumerate(MUTANTS)):
+            parser.error(f"words: got {word!r}, which chooses no fault of planted.py")
     alive = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
