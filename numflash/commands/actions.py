@@ -18,6 +18,8 @@ from ..errors import ArgumentError
 PACKAGES = ("torch", "ml_dtypes", "matplotlib", "rich")  # that are used where they are installed
 IN_WORDS = {  # keys of --json, as text shows them
     "isa": "instruction sets",
+    "cpu_quota": "CPU quota",
+    "threading_layer": "threading layer",
     "cache_files": "kernel files",
     "cache": "their folders",
     "integer_divisions": "integer divisions",
