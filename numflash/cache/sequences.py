@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -205,12 +203,8 @@ class Sequences(Holdings):
         memory = self._open()
         if sequences is None:
             sequences = range(memory.batch)
-        elif isinstance(sequences, Integral):
-            sequences = [sequences]
-        elif not (
-            isinstance(sequences, Sequence)
-            or (isinstance(sequences, np.ndarray) and sequences.ndim)
-        ):
+        given = plain_array("sequences", sequences)
+        if given.ndim > 1 or given.dtype.kind not in "iu":
             raise ArgumentTypeError(f"sequences: got {sequences!r}; allowed: an integer or several")
-        chosen = [self._sequence(memory, "sequences", b) for b in sequences]
+        chosen = [self._sequence(memory, "sequences", b) for b in given.ravel().tolist()]
         self._memory = emptied(memory, chosen)

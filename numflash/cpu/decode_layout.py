@@ -130,7 +130,10 @@ class Layout:
         """(threads, key blocks of the longest sequence): what the number of splits depends on."""
         serial_tokens, slots = self.limits
         held = longest if longest < slots else slots
-        return threads_for(longest * batch, serial_tokens), -(-held // KEY_BLOCK)
+        threads = threads_for(longest * batch, serial_tokens)
+        if threads > 1:
+            refuse_after_fork()  # before a step appends its tokens
+        return threads, -(-held // KEY_BLOCK)
 
     def serial_tokens(self, batch: int) -> int:
         """The longest sequence that one thread serves, in one split whatever its length."""

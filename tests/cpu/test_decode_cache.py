@@ -11,7 +11,7 @@ from oracles import draw, naive
 from numflash.cache import pages
 from numflash.cache.exact import positions
 from numflash.cache.kvcache import KVCache
-from numflash.errors import CacheFullError
+from numflash.errors import ArgumentError, ArgumentTypeError, CacheFullError
 from numflash.jit.threads import limit
 from numflash.tiling import split_count
 
@@ -88,6 +88,21 @@ def test_empty_and_reset():
     query = draw((B, H, 1, D), 1)
     assert relative(cache.decode(query), expected(query, key, value)[0]) < 0.03
     assert KVCache(0, G, D, 8).decode(np.zeros((0, H, 1, D), np.float32)).shape == (0, H, 1, D)
+
+
+@pytest.mark.parametrize("which", [1, np.int64(1), np.array(1), np.array([1]), (1, 1), range(1, 2)])
+def test_reset_of_one_sequence(which):
+    cache, _, _ = filled(40)
+    cache.reset(which)
+    assert cache.lengths.tolist() == [40, 0]
+    cache.reset([])
+    assert cache.lengths.tolist() == [40, 0]
+    with pytest.raises(
+        ArgumentTypeError, match="sequences: got 'b'; allowed: an integer or several"
+    ):
+        cache.reset("b")
+    with pytest.raises(ArgumentError, match="sequences: got 2; allowed: 0 to 1"):
+        cache.reset([2])
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])

@@ -7,7 +7,7 @@ import pytest
 
 import numflash
 from numflash.cache import appending, calls
-from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError
+from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
 from numflash.jit import threads
 
 HEADS, KV_HEADS, D = 4, 2, 32
@@ -142,6 +142,19 @@ def test_a_call_of_another_thread_between_two_looks():
     made.results = {}
     made.succeeded((1, 2, 1, 8), (1, 2, 1, 8))
     assert made.kept == mine._replace(wanted=(1, 2, 1, 8))
+
+
+@pytest.mark.skipif(threads.most() < 2, reason="needs two threads")
+def test_a_step_that_a_forked_process_refuses_appends_nothing(monkeypatch):
+    cache = numflash.KVCache(1, KV_HEADS, D, 8000)
+    cache.append(*np.ones((2, 1, KV_HEADS, 7000, D), np.float32))
+    token, query = np.ones((1, KV_HEADS, 1, D), np.float32), np.ones((1, HEADS, 1, D), np.float32)
+    cache.step(query, token, token)  # the next one is equal to it
+    monkeypatch.setattr(threads, "_forked", True)
+    for given in ((query, token, token), (query.astype(np.float16), token, token)):
+        with pytest.raises(UnsupportedError, match="forked from a process"):
+            cache.step(*given)
+        assert cache.lengths.tolist() == [7001]
 
 
 @pytest.mark.skipif(threads.most() < 2, reason="needs two threads")
