@@ -248,7 +248,7 @@ def asm(args: argparse.Namespace) -> Any:
         print(text, end="")
         return {"kernel": args.kernel, "cpu": args.cpu, "assembly": text}
     found = codegen.histogram(args.kernel, args.cpu, args.features)
-    _print_facts(found)
+    _print_facts({key: found[key] for key in found if key not in ("function", "depth")})
     return found
 
 

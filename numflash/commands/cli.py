@@ -184,8 +184,8 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             option(
                 "kernel",
                 nargs="?",
-                default="quantize-rows",
-                help="a name from --list (default quantize-rows)",
+                default="int8-scores",
+                help="a name from --list (default int8-scores, the products of a register tile)",
             ),
             CPU,
             option(
