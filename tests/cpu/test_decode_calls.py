@@ -146,6 +146,7 @@ def test_a_call_of_another_thread_between_two_looks():
 
 @pytest.mark.skipif(threads.most() < 2, reason="needs two threads")
 def test_a_step_that_a_forked_process_refuses_appends_nothing(monkeypatch):
+    monkeypatch.setattr(threads, "least_work", lambda: 1)  # 7,000 tokens on two threads
     cache = numflash.KVCache(1, KV_HEADS, D, 8000)
     cache.append(*np.ones((2, 1, KV_HEADS, 7000, D), np.float32))
     token, query = np.ones((1, KV_HEADS, 1, D), np.float32), np.ones((1, HEADS, 1, D), np.float32)
