@@ -82,7 +82,7 @@ def test_errors():
     with pytest.raises(ArgumentError, match="sequences"):
         cache.reset(2)
     with pytest.raises(ArgumentTypeError, match="sequences"):
-        cache.reset(np.array(0))
+        cache.reset(np.array([[0]]))
     with pytest.raises(ArgumentError, match="only 'int8'"):
         cache.quantized(0)
     cache.close()
@@ -104,7 +104,7 @@ def test_nothing_is_asked_and_nobody_asks():
     for ragged in ([[1], [2, 3]], [[0], [1, 0]]):
         with pytest.raises(ArgumentError, match="counts"):
             cache.append(key, value, counts=ragged)
-        with pytest.raises(ArgumentTypeError, match="sequences"):
+        with pytest.raises(ArgumentError, match="sequences"):
             cache.reset(ragged)
     with pytest.raises(ArgumentTypeError, match="sequences"):
         cache.reset(1.5)
