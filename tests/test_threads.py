@@ -327,3 +327,14 @@ def test_numba_starts_as_many_threads_as_the_quota_allows(first, given, number, 
     settings |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     settings |= {quota.VARIABLE: given} if given else {}
     subprocess.run([sys.executable, "-c", code], check=True, env=settings)
+
+
+def test_a_number_of_threads_that_the_user_has_set_stays(monkeypatch):
+    """Where Numba was imported before numflash."""
+    asked = []
+    monkeypatch.delenv(quota.VARIABLE, raising=False)
+    monkeypatch.setattr(quota, "threads_of_quota", lambda: 1)
+    monkeypatch.setattr(threads, "most", lambda: 8)
+    monkeypatch.setattr(numba, "set_num_threads", asked.append)
+    assert threads._within_quota(4) == 4 and not asked
+    assert threads._within_quota(8) == 1 and asked == [1]

@@ -81,9 +81,10 @@ def threads_for(work: int, least: int) -> int:
 
 def _within_quota(threads: int) -> int:
     """The number of threads of this Python thread, after Numba was imported before `quota` could tell it
-    how many there may be.
+    how many there may be; one that the user has set stays.
     """
-    allowed = None if quota.VARIABLE in os.environ else quota.threads_of_quota()
+    said = quota.VARIABLE in os.environ or threads < most()
+    allowed = None if said else quota.threads_of_quota()
     if allowed is None or allowed >= threads:
         return threads
     numba.set_num_threads(allowed)
