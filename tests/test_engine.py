@@ -113,7 +113,7 @@ def test_a_step_allocates_nothing(dtype, monkeypatch):
     """No array: what Python itself keeps for its views and tuples, 40 KB at most, is less than a
     query, a key or an output.
     """
-    monkeypatch.setattr(threads, "least_work", lambda: 1)  # as with OpenMP
+    monkeypatch.setattr(threads, "least_work", lambda *_: 1)  # as with OpenMP
     engine = DecodeEngine(batch=64, kv_heads=8, head_dim=64, max_length=128, dtype=dtype)
     query = draw((64, 16, 1, 64))  # two rows a head: the kernels of the tests above
     key = draw((64, 8, 1, 64), 1)

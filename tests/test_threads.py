@@ -288,6 +288,7 @@ V2, V1 = "0::/pod/box\n", "4:cpu,cpuacct:/box\n3:cpuset:/\n0::/\n"
         (V1, {"cpu/box/cpu.cfs_quota_us": "20000", "cpu/box/cpu.cfs_period_us": "10000"}, 2),
         (V1, {"cpu/cpu.cfs_quota_us": "50000"}, None),
         ("", {"cpu.max": "100000 100000"}, None),
+        ("odd\n\n3:cpu\n" + V2, {"cpu.max": "100000 0", "pod/cpu.max": "100000 100000 7"}, None),
     ],
 )
 def test_the_quota_of_a_container(groups, files, cpus, tmp_path):

@@ -35,6 +35,7 @@ MIN_PAGE = KEY_BLOCK
 PARALLEL_CHANNELS = 1 << 19
 # cached bytes, each code of INT4 counted as one, up to which starting threads costs more than it saves
 SERIAL_BYTES = 512 << 10
+SLOW_START = 40  # times as many where threads start slowly: 20 MB, some 0.9 ms
 MATRIX_ROWS = 3  # query rows from which AMX is faster than vectors
 AMX_BFLOAT16 = "amx_bf16", target.BFLOAT16_ISAS
 MATRIX_CHANNELS = 64  # of K in a matrix tile
@@ -130,7 +131,7 @@ class Layout:
         """(threads, key blocks of the longest sequence): what the number of splits depends on."""
         serial_tokens, slots = self.limits
         held = longest if longest < slots else slots
-        threads = threads_for(longest * batch, serial_tokens)
+        threads = threads_for(longest * batch, serial_tokens, SLOW_START)
         if threads > 1:
             refuse_after_fork()  # before a step appends its tokens
         return threads, -(-held // KEY_BLOCK)

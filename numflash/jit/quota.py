@@ -3,7 +3,7 @@
 A container on a large machine sees all cores, and has a quota of CPU time (`docker --cpus`, Kubernetes'
 limits). With a thread for every core, those that wait for each other spend it, and all of them stand
 still for the rest of each tenth of a second. Numba reads the number of threads when it is imported, so
-this is imported before, and imports nothing.
+this runs before that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _folders(groups: str, root: str) -> Iterator[str]:
     In a container the root is its own group, and what `groups` names may not be there.
     """
     for line in _read(groups).splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not controllers or "cpu" in controllers.split(","):
             top = f"{root}/cpu" if controllers else root
             names = [name for name in path.split("/") if name]
@@ -49,7 +49,8 @@ def cpu_quota(groups: str = GROUPS, root: str = ROOT) -> float | None:
         words = _read(f"{folder}/cpu.max").split() or [  # of version 2, or of version 1
             _read(f"{folder}/cpu.cfs_{name}_us").strip() for name in ("quota", "period")
         ]
-        if len(words) == 2 and all(map(str.isdecimal, words)):  # no quota is "max", or -1
+        # no quota is "max", or -1; an import must not fail for what else may stand there
+        if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):
             found.append(int(words[0]) / int(words[1]))
     return min(found, default=None)
 

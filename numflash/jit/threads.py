@@ -64,17 +64,19 @@ def layer() -> str:
     return str(numba.threading_layer())
 
 
-def least_work() -> int:
+def least_work(slow: int = 8) -> int:
     """How many times as much work makes another thread pay as with OpenMP, whose threads start in 0.01 ms:
-    those of Numba's work queue take 0.2 to 0.4.
+    `slow` times with Numba's work queue, whose threads take 0.2 to 0.4.
     """
     count()
-    return 8 if numba.threading_layer() == "workqueue" else 1
+    return slow if numba.threading_layer() == "workqueue" else 1
 
 
-def threads_for(work: int, least: int) -> int:
-    """Threads for so much work: one up to `least`, for which Numba's threads are not started either."""
-    if work <= least or work <= least * least_work():
+def threads_for(work: int, least: int, slow: int = 8) -> int:
+    """Threads for so much work: one up to `least`, for which Numba's threads are not started either, and up
+    to `slow` times as much where they start slowly.
+    """
+    if work <= least or work <= least * least_work(slow):
         return 1
     return count()
 

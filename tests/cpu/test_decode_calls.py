@@ -146,7 +146,7 @@ def test_a_call_of_another_thread_between_two_looks():
 
 @pytest.mark.skipif(threads.most() < 2, reason="needs two threads")
 def test_a_step_that_a_forked_process_refuses_appends_nothing(monkeypatch):
-    monkeypatch.setattr(threads, "least_work", lambda: 1)  # 7,000 tokens on two threads
+    monkeypatch.setattr(threads, "least_work", lambda *_: 1)  # 7,000 tokens on two threads
     cache = numflash.KVCache(1, KV_HEADS, D, 8000)
     cache.append(*np.ones((2, 1, KV_HEADS, 7000, D), np.float32))
     token, query = np.ones((1, KV_HEADS, 1, D), np.float32), np.ones((1, HEADS, 1, D), np.float32)
@@ -162,7 +162,7 @@ def test_a_step_that_a_forked_process_refuses_appends_nothing(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_plans_of_one_thread_and_of_two(batch, monkeypatch):
     """Short sequences have one thread and one split; the plan kept for them is not that of long ones."""
-    monkeypatch.setattr(threads, "least_work", lambda: 1)  # as with OpenMP
+    monkeypatch.setattr(threads, "least_work", lambda *_: 1)  # as with OpenMP
     cache = numflash.KVCache(batch, KV_HEADS, D, 400)._open()
     layout, shape = cache.layout, (batch, HEADS, 1, D)
     serial = layout.serial_tokens(batch)

@@ -81,9 +81,8 @@ def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
     monkeypatch.setattr(launch_decode.DecodePlan, "__init__", init)
     monkeypatch.setattr(jit_threads, "_concurrent", False)
     monkeypatch.setattr(numba, "threading_layer", lambda: "workqueue")
-    monkeypatch.setattr(
-        jit_threads, "least_work", lambda: 1
-    )  # short calls in parallel all the same
+    # short calls in parallel all the same
+    monkeypatch.setattr(jit_threads, "least_work", lambda *_: 1)
     threads = [threading.Thread(target=generate, args=({}, seed)) for seed in (1, 2)]
     for t in threads:
         t.start()
