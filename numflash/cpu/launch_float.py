@@ -11,7 +11,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from ..interop.arrays import address, carray, to_float32
+from ..interop import halves
+from ..interop.arrays import address, carray, to_float32, widen
 from ..jit import target
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, placed, scratch
@@ -19,7 +20,7 @@ from ..jit.threads import restoring_threads
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
-from .floats.call import LARGEST, LSE, NUMBERS, PLACES, REDO, Numbers, make_call
+from .floats.call import LARGEST, LSE, NARROW, NUMBERS, PLACES, REDO, Numbers, make_call
 from .floats.few_rows import make_few_call
 from .floats.flash_rows import LOWEST, Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
@@ -116,6 +117,7 @@ class FloatPlan(ForwardPlan):
         words = padded(d, tiles.step) * self.operand.itemsize // 4
         panels, value_rows = self._packed(int(seen_keys(problem).max(initial=0)))
         columns = padded(dv, tiles.lanes)
+        value_row = columns + tiles.spare // 2
         packed = 0 if parts else n_kv
         contiguous = problem.value.flags.c_contiguous and length * nh // nkv < MANY_ROWS
         self.contiguous_values = (
@@ -127,7 +129,7 @@ class FloatPlan(ForwardPlan):
             packed_keys=packed * panels * tiles.panel * words * 4,
             magnitudes=packed * panels * 4,
             limits=packed * 4,
-            packed_values=0 if self.contiguous_values else packed * value_rows * columns * 4,
+            packed_values=0 if self.contiguous_values else packed * value_rows * value_row * 4,
             redo=n * length,
             counter=2 * 8,
             states=n * length * parts * (dv + 2) * 4,
@@ -138,9 +140,11 @@ class FloatPlan(ForwardPlan):
             *self.shape,
             words=words,
             columns=columns,
+            value_row=value_row,
             block_q=block_q,
             parts=parts,
             **places,
+            narrow=0,
             panels=panels,
             value_rows=value_rows,
             workers=1,
@@ -155,6 +159,9 @@ class FloatPlan(ForwardPlan):
             ((nb, nkv, s, dv), size),
             ((nb, nh, length, dv), F().itemsize),
         )
+        self.narrow_strides = self.strides.copy()
+        self.narrow_strides[-3:] //= 2
+        self.narrows = not parts
         self.set_arrays()
         self.factors = np.array((problem.scale * LOG2E, self.options.softcap), np.float64)
         self.call = (
@@ -182,6 +189,8 @@ class FloatPlan(ForwardPlan):
             address(self.stops),
             *array_numbers(self.arrays),
         )
+        self.narrow_numbers = self.numbers.copy()
+        self.narrow_numbers[NARROW] = 1
 
     def for_options(self, fields: dict[str, Any]) -> FloatPlan | None:
         """As of `KernelPlan`: more memory is needed where more keys are seen."""
@@ -205,33 +214,38 @@ class FloatPlan(ForwardPlan):
         places: Sequence[int],
         with_lse: bool = True,
         strides: np.ndarray | None = None,
+        narrow: bool = False,
     ) -> None:
         """As of `ForwardPlan`."""
         *arrays, lse = places
-        strides = self.strides if strides is None else strides
+        if strides is None:
+            strides = self.narrow_strides if narrow else self.strides
         with scratch.take(self.layout.nbytes) as room:
-            at, numbers = room.address, placed(self.numbers, PLACES, self.layout, room)
+            numbers = self.narrow_numbers if narrow else self.numbers
+            at, numbers = room.address, placed(numbers, PLACES, self.layout, room)
             lse = lse if with_lse else at + int(numbers[LSE])
             if restoring_threads(self.call, *arrays, lse, at, numbers, strides, self.factors):
-                self.rescue(arrays, strides, lse, at + int(numbers[REDO]))
+                self.rescue(arrays, strides, lse, at + int(numbers[REDO]), narrow)
 
-    def rescue(self, places: list[int], strides: np.ndarray, lse: int, redo: int) -> None:
+    def rescue(
+        self, places: list[int], strides: np.ndarray, lse: int, redo: int, narrow: bool
+    ) -> None:
         """Do the rows that float32 cannot hold again in float64.
 
         `redo` is the address of their flags.
         """
         nb, nh, nkv, length, s, d, dv = self.shape
         shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv), (nb, nh, length, dv)
-        kinds = *(self.operand.str,) * 3, "=f4"
+        kinds = *(self.operand.str,) * 3, "=u2" if narrow else "=f4"
         steps = map(tuple, strides.reshape(-1, 3).tolist())
         given = zip(places, shapes, kinds, steps, strict=True)
         *operands, out = (in_place(at, shape, kind, step) for at, shape, kind, step in given)
         problem = self.problem.with_operands(*operands)
         todo = np.flatnonzero(at_address(redo, (nb * nh * length,), "|u1"))
-        rows = np.ascontiguousarray(out)
+        rows = widen(out) if narrow else np.ascontiguousarray(out)
         to = heads(rows), at_address(lse, (nb * nh, length), "=f4")
         run_rows(problem, semantics(problem, double=True), True, todo, *to)
-        out[...] = rows
+        out[...] = halves.narrow(rows, "bfloat16") if narrow else rows
 
 
 def isa_of(problem: Problem, isa: str | None = None) -> str:

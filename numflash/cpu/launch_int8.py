@@ -141,8 +141,9 @@ class Int8Plan(ForwardPlan):
         places: Sequence[int],
         with_lse: bool = True,
         strides: np.ndarray | None = None,
+        narrow: bool = False,
     ) -> None:
-        """As of `ForwardPlan`."""
+        """As of `ForwardPlan`; it never narrows."""
         *operands, out, lse = places
         strides = self.strides if strides is None else strides
         self._run(tuple(operands), strides, out, lse if with_lse else 0)

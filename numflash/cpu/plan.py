@@ -106,32 +106,36 @@ class ForwardPlan(KernelPlan):
     takes : "float32", "bfloat16" or None
         The dtype of arrays, or tensors, that `run_at` takes as they are.
     contiguous_values : V is read where it is, and has to be contiguous
+    narrows : `run_at` writes bfloat16, too
     """
 
     strides: np.ndarray
     takes: str | None
     contiguous_values: bool
+    narrows: bool = False
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
     ) -> None:
-        """Attend what the plan's `operands` give. out (B, H, L, Dv) float32 whose rows are contiguous, and
-        lse (B, H, L), contiguous float32, are written.
+        """Attend what the plan's `operands` give. out (B, H, L, Dv) float32 whose rows are contiguous, or
+        bits of bfloat16 where it `narrows`, and lse (B, H, L), contiguous float32, are written.
 
         None for no lse.
         """
         places, strides = places_of((q, k, v, out), out if lse is None else lse)
-        self.run_at(places, lse is not None, strides)
+        self.run_at(places, lse is not None, strides, out.dtype == np.uint16)
 
     def run_at(
         self,
         places: Sequence[int],
         with_lse: bool = True,
         strides: np.ndarray | None = None,
+        narrow: bool = False,
     ) -> None:
         """The same for addresses of q, k, v, out and lse.
 
         strides : of q, k, v and out, as `strided_at` takes them; None where all are contiguous
+        narrow : out is bits of bfloat16
         """
         raise NotImplementedError
 

@@ -56,6 +56,7 @@ class OneProblem:
         self.alignment, self.grid = options.alignment, (nb, nh, length, s)
         self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
         self.by_token = options.layout == "blhd"
+        self.bfloat16 = False
 
     def with_arrays(self, arrays: OptionArrays) -> tuple[Any, np.ndarray | None]:
         """The runner for these masks, lengths and slopes, and the sinks, as of `KernelPlan.for_arrays`."""
@@ -67,11 +68,14 @@ class OneProblem:
     def results(
         self, run: Any, operands: tuple[Any, Any, Any], sinks: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """What `run(*operands, out, lse)` computes, and lse where it is to be returned."""
-        out = np.empty(self.out_shape, F)
+        """What `run(*operands, out, lse)` computes, and lse where it is to be returned: float32, or where
+        the caller's arrays are bfloat16 and the runner can write them their bits.
+        """
+        kind = np.uint16 if self.bfloat16 and sinks is None and self.runner.narrows else F
+        out = np.empty(self.out_shape, kind)
         if self.by_token:
             nb, nh, length, dv = self.out_shape
-            out = np.empty((nb, length, nh, dv), F).swapaxes(1, 2)
+            out = np.empty((nb, length, nh, dv), kind).swapaxes(1, 2)
         lse = np.empty(self.lse_shape, F) if self.return_lse or sinks is not None else None
         with one_at_a_time():
             run(*operands, out, lse)
@@ -109,6 +113,7 @@ class ArrayPlan(OneProblem):
         query = given[0]
         self.layout, self.precision, self.ndim = options.layout, problem.precision, query.array.ndim
         self.query = query._replace(array=np.empty(0))
+        self.bfloat16 = query.array.dtype == np.uint16
         self.plain, self.native = not options.arrays.given(), native
         whole = self.ndim == 4 and options.layout == "bhld"
         self.unchanged = whole and query.dtype == "float32"

@@ -220,7 +220,7 @@ TILINGS = {
         _cpu("sve256", "float32", _FLOAT32, nv=4, lanes=8, block_q=192, key_block=128),
         _cpu("neon", "float32", _FLOAT32, nv=4, lanes=4, block_q=192, key_block=128),
         _cpu("avx512_bf16", "bfloat16", _BFLOAT16, nv=4, lanes=16, block_q=192, key_block=128),
-        _cpu("amx_bf16", "bfloat16", _BFLOAT16, mr=32, nv=4, lanes=16, block_q=192, key_block=256),
+        _cpu("amx_bf16", "bfloat16", _BFLOAT16, mr=32, nv=4, lanes=16, block_q=384, key_block=128),
         _cpu(
             "sve", "int8", _NOTES_FUSED, nv=4, lanes=16, block_q=48, key_block=64,
             name="a64fx-fused-48x64", source="Fused FlashAttention V2, Tile Sizes (L1D Optimized)",

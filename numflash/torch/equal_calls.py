@@ -129,7 +129,8 @@ def run(
     dtype, kind = query.dtype, OF_NAME[runner.takes]
     whole = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     # it lies as the caller's query does, not as a copy of that
-    out = result_like(query, value.shape[3], torch.float32)
+    narrow = dtype is torch.bfloat16 and sinks is None and runner.narrows
+    out = result_like(query, value.shape[3], dtype if narrow else torch.float32)
     if not whole or dtype is not kind:
         query, key, value = in_rows(query, kind), in_rows(key, kind), in_rows(value, kind)
         if runner.contiguous_values:
@@ -140,7 +141,7 @@ def run(
     of_lse = 0 if lse is None else lse.data_ptr()
     steps = None if whole else strides(query, key, value, out)
     with pytorch_threads(), one_at_a_time():
-        runner.run_at((*places, of_lse), with_lse, steps)
+        runner.run_at((*places, of_lse), with_lse, steps, narrow)
     if sinks is not None and lse is not None:
         apply_sinks(array(out), array(lse), sinks)
-    return (out if dtype is torch.float32 else out.to(dtype)), lse
+    return (out if out.dtype is dtype else out.to(dtype)), lse

@@ -41,7 +41,8 @@ class Numbers(NamedTuple):
     head_dim: int
     value_dim: int
     words: int  # of 32 bits in a row of K
-    columns: int  # of a row of packed V
+    columns: int  # of a row of packed V that are multiplied
+    value_row: int  # all of them
     block_q: int  # at most
     parts: int  # of the keys where rows are few (`few_rows`), 0 where keys are packed
     packed_keys: int  # from here on bytes from the start of scratch memory
@@ -53,6 +54,7 @@ class Numbers(NamedTuple):
     states: int  # of the parts of few rows
     spoiled: int
     lse: int  # where the caller needs none
+    narrow: int  # whether the result is bfloat16
     panels: int  # of packed keys, per head; from here on what the options' arrays decide
     value_rows: int  # of packed V, per head
     workers: int  # at most
@@ -68,7 +70,8 @@ class Factors(NamedTuple):
 
 REDO = Numbers._fields.index("redo")
 LSE = Numbers._fields.index("lse")
-PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("panels"))
+NARROW = Numbers._fields.index("narrow")
+PLACES = slice(Numbers._fields.index("packed_keys"), NARROW)
 NUMBERS = len(Numbers._fields)
 FACTORS = len(Factors._fields)
 
@@ -111,7 +114,8 @@ def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable
 
     q, k, v, out, lse, room : addresses of q (B, H, L, D), k (B, Hkv, S, whole words) and v (B, Hkv,
         S, Dv), operands whose rows are contiguous;
-        of out (B, H, L, Dv) and lse (B, H, L) float32; of scratch memory
+        of out (B, H, L, Dv) float32, or bits of bfloat16 as the numbers say, and lse (B, H, L) float32;
+        of scratch memory
     strides : of q, k, v and out, as `strided_at` takes them
     packed : V is packed, not read where it is: there it has to be contiguous
     key_block : keys of a block, 0 for the tiling's
@@ -149,9 +153,11 @@ def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable
             products = np.float64(largest[i, 0]) * p.head_dim * max(1.0, abs(f.scale))
             limits[i] = F(LARGEST / products)
         if packed:
-            rows_of_v = array_at(room + p.packed_values, (n_kv, p.value_rows, p.columns), np.uint32)
+            rows_of_v = array_at(
+                room + p.packed_values, (n_kv, p.value_rows, p.value_row), np.uint32
+            )
             pack_values(v, stops, rows_of_v)
-            values = reinterpret(rows_of_v.reshape(n_kv, p.value_rows * p.columns), operand)
+            values = reinterpret(rows_of_v.reshape(n_kv, p.value_rows * p.value_row), operand)
         else:
             values = array_at(v_at, (n_kv, p.keys * p.value_dim), operand)
         semantics = semantics_at(o, f.softcap, False)
@@ -160,9 +166,10 @@ def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable
             out,
             array_at(lse_at, (n, p.length), np.float32),
             array_at(room + p.redo, (n, p.length), np.uint8),
+            p.narrow != 0,
         )
         rows = rows_per_task(p.block_q, rows_of_tile, n, p.length, workers)
-        sizes = Sizes(p.heads, p.kv_heads, p.keys, p.columns, rows, workers)
+        sizes = Sizes(p.heads, p.kv_heads, p.keys, p.columns, p.value_row, rows, workers)
         attend(operands, results, F(f.scale), semantics, sizes, counter)
         if workers < threads:
             use_threads(threads)

@@ -65,6 +65,8 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     mr = isa.rows
     step = isa.step
     unit = isa.unit
+    spare = isa.spare
+    apart = key_block + spare  # elements from row to row of scores and weights
     # score1 to score4 compute 1 to `nv` vectors of keys: the last keys of a block fill fewer than a
     # panel. Where a panel has 2 vectors (AVX2), score3 and score4 are score2.
     score1, score2, score3, score4 = (tiles.score_tile(name, min(n, nv)) for n in (1, 2, 3, 4))
@@ -85,13 +87,13 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         at = (first - column) * stride + column * group
         q, x, row, step = state.q, state.x, g * stride, stride // group
         if n == nv:
-            score4(q, row, stride, k, at, step, x, to, key_block)
+            score4(q, row, stride, k, at, step, x, to, apart)
         elif n == 3:
-            score3(q, row, stride, k, at, step, x, to, key_block)
+            score3(q, row, stride, k, at, step, x, to, apart)
         elif n == 2:
-            score2(q, row, stride, k, at, step, x, to, key_block)
+            score2(q, row, stride, k, at, step, x, to, apart)
         else:
-            score1(q, row, stride, k, at, step, x, to, key_block)
+            score1(q, row, stride, k, at, step, x, to, apart)
 
     @inlined
     def block_scores(state, tile, k, block, end):
@@ -101,12 +103,12 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                 first = max(state.first[g // mr], j)
                 stop = min(state.stop[g // mr], j + panel)
                 if first < stop:
-                    scores(state, g, k, first, stop, g * key_block + first - block)
+                    scores(state, g, k, first, stop, g * apart + first - block)
 
     @inlined
-    def add_values(state, tile, v, block, columns):
+    def add_values(state, tile, v, block, columns, v_row):
         """O += P.V of all groups, a chunk of V's columns after the other."""
-        p, o = state.p, state.o
+        p, o, o_row = state.p, state.o, state.o.shape[1]
         t = 0
         while t < columns:
             width = (
@@ -117,14 +119,14 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                 n = state.stop[g // mr] - first
                 if n > 0:
                     steps = (n + step - 1) // step * (step // group)
-                    at = g * key_block + first - block
-                    where, to = first * columns + t * group, g * columns + t
+                    at = g * apart + first - block
+                    where, to = first * v_row + t * group, g * o_row + t
                     if width == panel:
-                        value4(p, at, key_block, v, where, columns * group, steps, o, to, columns)
+                        value4(p, at, apart, v, where, v_row * group, steps, o, to, o_row)
                     elif width == half:
-                        value2(p, at, key_block, v, where, columns * group, steps, o, to, columns)
+                        value2(p, at, apart, v, where, v_row * group, steps, o, to, o_row)
                     else:
-                        value1(p, at, key_block, v, where, columns * group, steps, o, to, columns)
+                        value1(p, at, apart, v, where, v_row * group, steps, o, to, o_row)
             t += width
 
     @bare
@@ -147,9 +149,9 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             first, stop = load_tile(x.q, limit, semantics, tile, s, state)
             before = row - sizes.workers * sizes.block_q
             ask_for_rows(x.q, n, before, sizes.block_q, x.q.d * size)
-            place = row_at(results.out, n, row)
+            place, width = row_at(results.out, n, row), results.out.d * (2 if results.narrow else 4)
             for i in range(tile.real):  # a store waits for its cache line, too
-                for line in range(0, results.out.d * 4, LINE):
+                for line in range(0, width, LINE):
                     prefetch_written(place + i * results.out.row + line)
             for block in range(first // key_block * key_block, stop, key_block):
                 group_spans(semantics, dense, state, tile, block, s)
@@ -160,21 +162,19 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                         rows = Group(g, min(mr, tile.real - g), seen, seen_stop, block)
                         group_weights(semantics, dense, tile, rows, c, state)
                         state.first[g // mr] += state.skip[g // mr]
-                add_values(state, tile, x.values[n_kv], block, sizes.columns)
+                add_values(state, tile, x.values[n_kv], block, sizes.columns, sizes.value_row)
             store_rows(tile, shifted, state, counter, results)
 
     @inline
     def work(_, x, results, c, semantics, sizes, counter):
         """One worker."""
         stride, block_q = (x.q.d + step - 1) // step * step, sizes.block_q
-        scores = uncleared((block_q * key_block,), np.float32, "float scores")
+        scores = uncleared((block_q * apart,), np.float32, "float scores")
         state = State(
             zeros((block_q, stride), operand, "float query tile"),
             scores,
-            scores
-            if group == 1
-            else uncleared((block_q * key_block,), operand, "bfloat16 weights"),
-            uncleared((block_q, sizes.columns), np.float32, "float output tile"),
+            scores if group == 1 else uncleared((block_q * apart,), operand, "bfloat16 weights"),
+            uncleared((block_q, sizes.columns + spare // 2), np.float32, "float output tile"),
             uncleared((block_q, lanes), np.float32, "float sums of weights"),
             uncleared((block_q,), np.float32, "float maxima"),
             uncleared((block_q,), np.uint8, "float rows beyond the limit"),

@@ -52,6 +52,9 @@ class FloatIsa(Vectors):
     step : products that a tile takes at a time; channels are padded to whole steps, and so are the
         keys that P.V takes
     unit : keys that a tile of scores is wide at least
+    spare : elements after each row of scores and of weights, and half as many words after each row of
+        V and of O. The rows of a matrix tile would else share few sets of the L1 cache, since they
+        are a multiple of 512 bytes apart.
     """
 
     nv: int
@@ -59,6 +62,7 @@ class FloatIsa(Vectors):
     rows: int = MR
     step: int = 0
     unit: int = 0
+    spare: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step", self.step or self.group)
@@ -173,7 +177,7 @@ FLOAT_ISAS: dict[str, FloatIsa] = _Isas(
     {
         isa.name: isa
         for isa in (
-            FloatIsa("amx_bf16", 16, 4, 2, rows=32, step=32, unit=32),
+            FloatIsa("amx_bf16", 16, 4, 2, rows=32, step=32, unit=32, spare=32),
             FloatIsa("avx512_bf16", 16, 4, 2),
             FloatIsa("avx512", 16, 4),
             FloatIsa("avx2", 8, 2),

@@ -160,8 +160,10 @@ def row_beyond(name: str):
 
 @functools.cache
 def row_exceeds(name: str):
-    """Intrinsic f(x, x_off, count, c, bound) -> whether any score times c of a row is above the
-    bound, or NaN.
+    """Intrinsic f(x, x_off, count, c, bound) -> whether any score times c > 0 of a row is above the
+    bound; also if the bound is NaN, and maybe if a score is.
+
+    The largest score is found first: one instruction for a vector.
     """
     isa = FLOAT_ISAS[name]
 
@@ -169,26 +171,14 @@ def row_exceeds(name: str):
     def exceeds(typingctx, x, x_off, count, c, bound):
         def codegen(context, b, sig, a):
             px = data(context, b, sig.args[0], a[0])
-            c = isa.splat(b, a[3], isa.floats)
-            bound = isa.splat(b, a[4], isa.floats)
 
             def body(at, state):
-                return [
-                    b.or_(
-                        state[0],
-                        compare(
-                            b,
-                            "fcmp_unordered",
-                            ">",
-                            b.fmul(load(b, px, b.add(a[1], at), isa.floats, 4), c),
-                            bound,
-                        ),
-                    )
-                ]
+                return [larger(b, load(b, px, b.add(a[1], at), isa.floats, 4), state[0])]
 
-            none = ir.Constant(isa.vector(ir.IntType(1)), None)
-            (above,) = for_vectors(b, a[2], isa.lanes, [none], body)
-            return isa.any_set(b, above)
+            lowest = isa.fill(b, isa.floats, float("-inf"))
+            (top,) = for_vectors(b, a[2], isa.lanes, [lowest], body)
+            c, bound = (isa.splat(b, y, isa.floats) for y in a[3:])
+            return isa.any_set(b, compare(b, "fcmp_unordered", ">", b.fmul(top, c), bound))
 
         return types.boolean(x, x_off, count, c, bound), codegen
 

@@ -24,20 +24,26 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out (B, H, L, Dv), lse (N, L) float32; redo (N, L) uint8: 1 for a row float32 cannot hold."""
+    """out (B, H, L, Dv) float32, or bits of bfloat16 if `narrow`; lse (N, L) float32; redo (N, L) uint8: 1
+    for a row float32 cannot hold.
+    """
 
     out: Strided
     lse: np.ndarray
     redo: np.ndarray
+    narrow: bool
 
 
 class Sizes(NamedTuple):
-    """Heads of a batch, keys S, columns of a row of V, rows of a tile (whole groups), workers."""
+    """Heads of a batch, keys S, columns of a row of V, the same with what is spare behind them, rows of
+    a tile (whole groups), workers.
+    """
 
     heads: int
     kv_heads: int
     keys: int
     columns: int
+    value_row: int
     block_q: int
     workers: int
 
@@ -68,9 +74,9 @@ class State(NamedTuple):
     """What a worker keeps of one query tile; first, stop, skip are of its groups."""
 
     q: np.ndarray  # (block_q, channels) operands
-    x: np.ndarray  # (block_q * key_block,) float32 scores
-    p: np.ndarray  # (block_q * key_block,) weights as operands: x itself where these are float32
-    o: np.ndarray  # (block_q, columns) float32
+    x: np.ndarray  # (block_q * (key_block + spare),) float32 scores
+    p: np.ndarray  # the same number of weights as operands: x itself where these are float32
+    o: np.ndarray  # (block_q, columns and what is spare) float32
     l: np.ndarray  # (block_q, lanes) float32 sums of the weights
     m: np.ndarray  # (block_q,) float32 maxima
     beyond: np.ndarray  # (block_q,) uint8: 1 where |q| is somewhere above the limit, or not finite

@@ -28,6 +28,7 @@ def make_group_weights(name: str, key_block: int):
     """group_weights(semantics, dense, tile, group, c, state), with register tiles of `name`."""
     isa = FLOAT_ISAS[name]
     lanes, unit = isa.lanes, isa.unit
+    apart = key_block + isa.spare  # elements from row to row of scores and weights
     operand = np.float32 if isa.group == 1 else np.uint16
     top_of = float_rows.row_max(name)
     exceeds = float_rows.row_exceeds(name)
@@ -103,7 +104,7 @@ def make_group_weights(name: str, key_block: int):
         centre = row + semantics.diagonal[b] - first
         early = cap > F(0) or slope != F(0) or semantics.has_bias or not c > F(0)
         for i in range(group.g, group.g + group.rows):
-            at = i * key_block + first - group.block
+            at = i * apart + first - group.block
             tail, end = at + whole * lanes, at + count * lanes
             seen, seen_stop = max(state.lo[i] - first, 0), min(state.hi[i], group.stop) - first
             if seen_stop > seen:
@@ -151,7 +152,7 @@ def make_group_weights(name: str, key_block: int):
         functions, b, h = semantics.functions, tile.b, tile.h
         row, rows = tile.row + group.g, group.rows
         masked, unmasked = Function(functions.masked, functions.masked_frame), functions.unmasked
-        batch, at = batch_of(functions, b), group.g * key_block - group.block
+        batch, at = batch_of(functions, b), group.g * apart - group.block
         full, full_stop = full_run(functions, b, h, row, row + rows - 1, group.first, group.stop)
         scale, unit, factor = F(c * F(LN2)), F(LOG2E), F(1)
         if unmasked == 0 and c > F(0):  # the mask leaves the units of the scores as they are
@@ -163,15 +164,11 @@ def make_group_weights(name: str, key_block: int):
                 Function(unmasked, functions.unmasked_frame),
                 Corner(batch, h, row, full),
             )
-            call_tile(
-                alone, Rows(x, at + full, key_block), rows, full_stop - full, corner, scale, unit
-            )
+            call_tile(alone, Rows(x, at + full, apart), rows, full_stop - full, corner, scale, unit)
         for key, stop in ((group.first, full), (full_stop, group.stop)):
             if key < stop:
                 corner = Corner(batch, h, row, key)
-                call_tile(
-                    masked, Rows(x, at + key, key_block), rows, stop - key, corner, scale, unit
-                )
+                call_tile(masked, Rows(x, at + key, apart), rows, stop - key, corner, scale, unit)
         return factor
 
     @inlined
@@ -190,6 +187,6 @@ def make_group_weights(name: str, key_block: int):
         else:
             count = (group.stop - group.first) // lanes
             for i in range(group.g, group.g + group.rows):
-                weigh_row(state, i, i * key_block + group.first - group.block, count, factor)
+                weigh_row(state, i, i * apart + group.first - group.block, count, factor)
 
     return group_weights

@@ -6,11 +6,12 @@ import functools
 
 import numpy as np
 
+from ...interop.halves import bfloat16_of
 from ...jit.compiler import inlined
 from ...jit.memory import LINE, array_at, reinterpret
 from ...numerics.fixedpoint import LN2
 from ..isa.strided import row_at
-from ..isa.vectors import prefetch_line
+from ..isa.vectors import address, prefetch_line
 from ..semantics import seen_range
 from . import float_rows
 from .flash_rows import LOWEST
@@ -67,11 +68,11 @@ def make_query_rows(name: str):
     @inlined
     def store_rows(tile, shifted, state, counter, results):
         """out = O / l and the LSE of each row, and whether it must be computed again in float64."""
-        m, (out, lse, redo) = state.m, results
+        m, (out, lse, redo, narrow) = state.m, results
         start = row_at(out, tile.n, tile.row)
         for i in range(tile.real):
-            result = array_at(start + i * out.row, (out.d,), np.float32)
-            sums = state.o[i]
+            sums, place = state.o[i], start + i * out.row
+            result = array_at(address(sums) if narrow else place, (out.d,), np.float32)
             total = total_of(state.l, i * lanes)
             seen = state.hi[i] > state.lo[i]
             infinite = False
@@ -83,6 +84,10 @@ def make_query_rows(name: str):
                     infinite |= not np.isfinite(result[t])
             else:  # `sums` may be NaN: 0 * NaN of keys that other rows attend to
                 result[:] = F(0)
+            if narrow:
+                bits, rounded = reinterpret(result, np.uint32), array_at(place, (out.d,), np.uint16)
+                for t in range(rounded.size):
+                    rounded[t] = bfloat16_of(bits[t])
             lse[tile.n, tile.row + i] = (
                 F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
             )
