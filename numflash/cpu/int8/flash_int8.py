@@ -37,13 +37,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, inlined, separate
+from ...jit.memory import LINE
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, padded
 from ..isa.score_calls import all_empty
-from ..isa.vectors import next_task
+from ..isa.strided import row_at
+from ..isa.vectors import next_task, prefetch_written
 from ..semantics import Dense, row_of, row_range, step_of
 from .amx_stream import extend_rows, restore_rows, stream_blocks, stream_stop
 from .begin_rows import make_begin_rows
@@ -366,6 +368,10 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 n_kv,
             )
             load_rows(operands, semantics, place, sizes.keys, tile, state)
+            at = row_at(results.out, n, row)
+            for i in range(real):  # a store waits for its cache line, too
+                for line in range(0, results.out.d * 4, LINE):
+                    prefetch_written(at + i * results.out.row + line)
             options = tile_changes(semantics, dense, place, real - 1, scratch)
             options_end = padded_changes(options, dense.bias_end, dense.mask_end, end_at)
             job = Job(place, tile, kv, state, changed, has_dense, dense, options, options_end)
