@@ -290,6 +290,32 @@ def test_rows_that_float32_cannot_hold():
     np.testing.assert_allclose(plain, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["plain", "unheld", "few rows", "sinks"])
+def test_bfloat16_results_are_those_of_float32_rounded(precision, layout, case):
+    """Kernels round where they store; rows that float32 does not hold are written again."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    q, k, v = (x.astype(bfloat16) for x in qkv(b=2, h=3, l=40, s=70, d=24))
+    if case == "unheld":
+        k[0, 1, 5], v[1, 0, 7, 2] = bfloat16(1e38), bfloat16(np.nan)
+    if case == "few rows":
+        q = q[:, :, :2]
+    if layout == "blhd":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    options = {"precision": precision, "layout": layout}
+    if case == "sinks":
+        options["sinks"] = np.arange(3, dtype=np.float32)
+    with np.errstate(all="ignore"):
+        floats = numflash.attention(*(x.astype(np.float32) for x in (q, k, v)), **options)
+    want = floats.astype(bfloat16)
+    for _ in range(2):
+        out = numflash.attention(q, k, v, **options)
+        assert out.dtype == bfloat16
+        same = out.view(np.uint16) == want.view(np.uint16)
+        assert (same | np.isnan(floats) & np.isnan(out.astype(np.float32))).all()
+
+
 def test_a_negative_scale_is_held_by_float32(monkeypatch):
     """The largest score times a negative scale is the smallest: no maximum to subtract."""
     q, k, v = qkv(b=1, h=1, l=12, s=64, d=16, dv=16)

@@ -942,9 +942,27 @@ MUTANTS = [
     ),
     Mutant(
         LAUNCH_FLOAT,
-        "    out[...] = rows\n",
-        "    pass\n",
+        'out[...] = halves.narrow(rows, "bfloat16") if narrow else rows\n',
+        "pass\n",
         "tests/pytorch/test_equal_calls.py -k does_not_hold",
+    ),
+    Mutant(
+        LAUNCH_FLOAT,
+        "self.narrow_strides[-3:] //= 2",
+        "self.narrow_strides[-3:] //= 1",
+        "tests/test_plans.py -k those_of_float32_rounded",
+    ),
+    Mutant(
+        LAUNCH_FLOAT,
+        "rows = widen(out) if narrow else",
+        "rows = np.zeros(out.shape, F) if narrow else",
+        "tests/test_plans.py -k those_of_float32_rounded",
+    ),
+    Mutant(
+        "cpu/int8/begin_rows.py",
+        "tile.hi[0] >= FIRST_KEYS == tile.first_keys",
+        "FIRST_KEYS == tile.first_keys",
+        "tests/cpu/test_int8_bits.py",
     ),
     Mutant(
         "dispatch/plan_store.py",
