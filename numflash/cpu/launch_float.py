@@ -113,7 +113,7 @@ class FloatPlan(ForwardPlan):
         self.operand = np.dtype(np.uint16 if self.kind == "bfloat16" else F)
         n, n_kv = nb * nh, nb * nkv
         parts = self.parts = parts_of(problem, self.isa)
-        self.step = 1 if parts else tiles.step
+        self.step = 1 if parts else tiles.group
         words = padded(d, tiles.step) * self.operand.itemsize // 4
         panels, value_rows = self._packed(int(seen_keys(problem).max(initial=0)))
         columns = padded(dv, tiles.lanes)
@@ -139,6 +139,7 @@ class FloatPlan(ForwardPlan):
         numbers = Numbers(
             *self.shape,
             words=words,
+            key_words=padded(d, tiles.group) * self.operand.itemsize // 4,
             columns=columns,
             value_row=value_row,
             block_q=block_q,

@@ -40,7 +40,8 @@ class Numbers(NamedTuple):
     keys: int
     head_dim: int
     value_dim: int
-    words: int  # of 32 bits in a row of K
+    words: int  # of 32 bits in a row of packed K
+    key_words: int  # in a row of K
     columns: int  # of a row of packed V that are multiplied
     value_row: int  # all of them
     block_q: int  # at most
@@ -141,10 +142,10 @@ def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable
         counter[0] = 0
         counter[1] = 0
         stops = array_at(p.stops, (p.batch,), np.int64)
-        q, k, v, out = operands_at(p, strides, q_at, k_at, v_at, out_at, p.words)
+        q, k, v, out = operands_at(p, strides, q_at, k_at, v_at, out_at, p.key_words)
         keys = array_at(room + p.packed_keys, (n_kv, p.panels * panel * p.words), np.uint32)
         magnitudes = array_at(room + p.magnitudes, (n_kv, p.panels), np.uint32)
-        pack_keys(k, stops, keys.reshape(keys.size), magnitudes)
+        pack_keys(k, stops, p.words, keys.reshape(keys.size), magnitudes)
         limits = array_at(room + p.limits, (n_kv,), np.float32)
         largest = reinterpret(magnitudes, np.float32)
         for i in range(n_kv):

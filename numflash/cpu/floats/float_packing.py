@@ -57,14 +57,14 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
         return top
 
     @bare
-    def pack_panel(task, k, stops, out, most):
+    def pack_panel(task, k, stops, words, out, most):
         n, p = task // most.shape[1], task % most.shape[1]
-        first, words, stride = p * panel, k.d, k.row // 4
+        first, real, stride = p * panel, k.d, k.row // 4
         count = max(0, min(panel, stops[n // k.heads] - first))
         start, target = row_at(k, n, first), task * panel * words
-        source = array_at(start, (count * words,), U)
+        source = array_at(start, (count * real,), U)
         most[n, p] = largest_of(k, n, first, count)
-        whole, columns = count // side * side, words // side * side
+        whole, columns = count // side * side, real // side * side
         end = (count + unit - 1) // unit * unit
         for c in range(0, whole, side):
             for e in range(0, columns, side):
@@ -73,18 +73,20 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
             for e in range(0, columns, side):
                 at, to = c * stride + e, target + e * panel + c
                 last_square(source, at, stride, out, to, panel, count - 1 - c)
-        for r in range(end if columns < words else 0):
-            row = array_at(start + min(r, count - 1) * k.row, (words,), U)
-            for e in range(columns, words):
+        for r in range(end if columns < real else 0):
+            row = array_at(start + min(r, count - 1) * k.row, (real,), U)
+            for e in range(columns, real):
                 out[target + e * panel + r] = row[e]
+        out[target + real * panel : target + words * panel] = U(0)
 
     @separate(no_cpython_wrapper=False)
-    def pack_keys(k, stops, out, most):
-        """k (B, Hkv, S, words) uint32 -> out (N * panels * words * panel,); most (N, panels) bits.
+    def pack_keys(k, stops, words, out, most):
+        """k (B, Hkv, S, up to `words`) uint32 -> out (N * panels * words * panel,), padded with zeros; most
+        (N, panels) bits.
 
         N = B * Hkv; stops (B,) keys of each batch that can be seen.
         """
-        over_tasks(pack_panel, most.size, (k, stops, out, most))
+        over_tasks(pack_panel, most.size, (k, stops, words, out, most))
 
     return pack_keys
 
