@@ -157,3 +157,7 @@ def test_bfloat16_weights():
     ].any()
     bits = found[near].astype(np.float32).view(np.uint32)
     assert not (bits & np.uint32(0xFFFF)).any()
+
+
+def test_a_block_far_below_the_maximum_is_scaled_by_a_normal_number():
+    assert fx.EIGHTHS.min() * np.float32(2.0**-fx.MOST_BELOW) >= np.finfo(np.float32).tiny

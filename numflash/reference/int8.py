@@ -260,8 +260,8 @@ def weights_of(
 
 
 def power(n: np.ndarray) -> np.ndarray:
-    """2**-min(n, 126) float32 of whole numbers n from 0 on."""
-    return np.exp2(-np.minimum(n, 126).astype(F)).astype(F)
+    """2**-min(n, MOST_BELOW) float32 of whole numbers n from 0 on."""
+    return np.exp2(-np.minimum(n, fx.MOST_BELOW).astype(F)).astype(F)
 
 
 def finer_rows(t: QuantizedTensor, b: int, g: int) -> np.ndarray:

@@ -197,12 +197,12 @@ def merge_row(octave, top, total, m, l, o):
     O shifts by whole octaves when the row's octave grows.
     """
     if octave > m:
-        shrink = F(2.0) ** F(max(m - octave, -126))
+        shrink = F(2.0) ** F(max(m - octave, -fx.MOST_BELOW))
         if l != F(0):
             for t in range(o.size):
                 o[t] = o[t] * shrink
         m, l = octave, F(l * shrink)
-    scale = F(2.0) ** F(max(octave - m, -126)) if octave != UNSEEN else F(0)
+    scale = F(2.0) ** F(max(octave - m, -fx.MOST_BELOW)) if octave != UNSEEN else F(0)
     scale = F(scale * below_octave(top))
     return m, F(l + F(total * scale)), scale
 

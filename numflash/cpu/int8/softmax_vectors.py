@@ -211,9 +211,9 @@ def block_totals(name: str):
 
 
 def power_of_two(b, n):
-    """2**-min(n, 126) as float32, of a vector of int32 n >= 0: made of exponent bits."""
+    """2**-min(n, MOST_BELOW) as float32, of a vector of int32 n >= 0: made of exponent bits."""
     lanes = n.type.count
-    n = call(b, f"llvm.smin.v{lanes}i32", n.type, n, constant(n.type, 126))
+    n = call(b, f"llvm.smin.v{lanes}i32", n.type, n, constant(n.type, fx.MOST_BELOW))
     return b.bitcast(
         b.shl(b.sub(constant(n.type, 127), n), constant(n.type, 23)), vector(F32, lanes)
     )

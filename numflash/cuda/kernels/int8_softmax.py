@@ -80,8 +80,8 @@ def rounded(x):
 
 @device_function
 def power(n):
-    """2**-min(n, 126) for n >= 0, made of exponent bits."""
-    return ptx.from_bits((u32(127) - ptx.umin(u32(n), u32(126))) << u32(23))
+    """2**-min(n, MOST_BELOW) for n >= 0, made of exponent bits."""
+    return ptx.from_bits((u32(127) - ptx.umin(u32(n), u32(fx.MOST_BELOW))) << u32(23))
 
 
 @device_function
