@@ -72,6 +72,8 @@ from .tile_scratch import make_scratch, state_of, tile_of
 F = np.float32
 I = np.int32
 NEVER, FROM_FIRST, FROM_SECOND = range(3)  # which blocks of a tile go through the stream
+# Keys of a tile up to which the stream does not pay: it fills and drains once a tile.
+TOO_SHORT = 2 * KEY_BLOCK
 EDGE_ROWS = 12  # rows of P.V that stop at the same key where a block is cut off
 
 
@@ -276,7 +278,8 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
           NEVER; with a function whose first block made it give up, with FROM_SECOND.
         * FROM_SECOND: the first block by itself, the stream from then on. Scores of a function are
           kept relative to those of the block before, so that often only the first leaves int16.
-        * NEVER: block by block. Also without AMX, with options, with scores known to be large.
+        * NEVER: block by block. Also without AMX, with options, with scores known to be large, and
+          where keys are few.
         """
         place, tile, kv, state, functions = (
             job.place, job.tile, job.kv, job.state, semantics.functions
@@ -285,9 +288,10 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         always_wide = semantics.extreme or query_nonfinite(tile)
         left = False  # whether the last block's scores left int16: those of this one are likely to
         streaming = NEVER
-        if streams and sizes.stream != 0 and not (job.changed or always_wide):
-            streaming = FROM_FIRST
         begin_at = span.first // KEY_BLOCK * KEY_BLOCK
+        pays = sizes.stream != 0 and span.stop - begin_at > TOO_SHORT
+        if streams and pays and not (job.changed or always_wide):
+            streaming = FROM_FIRST
         following, starting, extended, extended_stop = begin_at, True, 0, 0
         while starting or following < span.stop:
             # The start is an iteration of this loop, because it happens again where the stream gives up:
