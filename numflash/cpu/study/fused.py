@@ -160,12 +160,12 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
                 octave[i], octave_q8[i] = m[i], np.int16(0)
             if octave[i] > m[i]:
                 if l[i] != F(0):
-                    shrink, line = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
+                    shrink, line = F(2.0) ** F(max(m[i] - octave[i], -fx.MOST_BELOW)), o[i]
                     for t in range(line.size):
                         line[t] = line[t] * shrink
                     l[i] = l[i] * shrink
                 m[i] = octave[i]
-            below = min(np.subtract(m[i], octave[i]), I(126))
+            below = min(np.subtract(m[i], octave[i]), I(fx.MOST_BELOW))
             bits[i] = np.left_shift(np.subtract(I(127), below), I(23))
 
     @inline

@@ -18,6 +18,7 @@ from numba import prange
 from ...errors import ArgumentError
 from ...jit.compiler import inline, kernel
 from ...jit.memory import empty, zeros
+from ...numerics.fixedpoint import MOST_BELOW
 from ...numerics.quantization import quantize_problem
 from ...numerics.scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
@@ -144,11 +145,11 @@ def make_parts(isa_name: str):
         """
         for i in range(block_q):
             if octave[i] > m[i]:
-                shrink, line = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
+                shrink, line = F(2.0) ** F(max(m[i] - octave[i], -MOST_BELOW)), o[i]
                 for t in range(line.size):
                     line[t] = line[t] * shrink
                 l[i], m[i] = l[i] * shrink, octave[i]
-            scale[i] = F(2.0) ** F(max(octave[i] - m[i], -126))
+            scale[i] = F(2.0) ** F(max(octave[i] - m[i], -MOST_BELOW))
             l[i] = F(l[i] + F(F(total[i]) * scale[i]))
 
     @inline
