@@ -106,7 +106,7 @@ class ForwardPlan(KernelPlan):
     takes : "float32", "bfloat16" or None
         The dtype of arrays, or tensors, that `run_at` takes as they are.
     contiguous_values : V is read where it is, and has to be contiguous
-    narrows : `run_at` writes bfloat16, too
+    narrows : whether `run_at` can write bfloat16
     """
 
     strides: np.ndarray

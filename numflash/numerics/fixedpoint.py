@@ -120,8 +120,9 @@ def exp2_w15(y):
     return u16(exp2_p16(y) >> u16(1))
 
 
-# Octaves that count of what a block is below the running maximum. 2**-MOST_BELOW * `below_octave` is
-# a normal number: a multiplication by a subnormal one takes Intel's CPUs 150 cycles.
+# A block of keys that is further below the running maximum than so many octaves is scaled as if it
+# were not. So the scale, 2**-MOST_BELOW * `below_octave` at least, is a normal number:
+# a multiplication by a subnormal one takes Intel's CPUs 150 cycles.
 MOST_BELOW = 125
 # 2**-(1/2), 2**-(1/4) and 2**-(1/8), and the eighths of an octave as their rounded products
 HALF_OCTAVE, QUARTER_OCTAVE, EIGHTH_OCTAVE = (f32(2.0**-x) for x in (1 / 2, 1 / 4, 1 / 8))

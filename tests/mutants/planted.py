@@ -960,8 +960,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/int8/begin_rows.py",
-        "tile.hi[0] >= FIRST_KEYS == tile.first_keys",
-        "FIRST_KEYS == tile.first_keys",
+        " and tile.hi[0] >= FIRST_KEYS\n",
+        "\n",
         "tests/cpu/test_int8_bits.py",
     ),
     Mutant(

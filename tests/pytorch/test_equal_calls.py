@@ -19,7 +19,7 @@ from numflash.jit import target
 from numflash.torch import gradients, operator, sdpa
 from numflash.torch.tensors import result_like
 
-ARRAYS = qkv(b=2, h=4, l=37, s=53, d=32)  # whole steps of every kernel, AMX has 32 channels
+ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
 Q, K, V = (torch.from_numpy(x) for x in ARRAYS)
 OPERATOR = "numflash::attention"
 ATTENTION = torch.ops.numflash.attention.default

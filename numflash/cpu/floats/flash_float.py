@@ -35,19 +35,19 @@ import functools
 import numpy as np
 
 from ...jit.compiler import bare, inline, inlined, separate
-from ...jit.memory import LINE, reinterpret, uncleared, zeros
+from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
-from ..isa.strided import row_at
-from ..isa.vectors import next_task, prefetch_written
+from ..isa.strided import ask_for_results, ask_for_rows
+from ..isa.vectors import next_task
 from ..semantics import Dense
 from . import float_tiles as tiles
 from .float_isas import FLOAT_ISAS
 from .float_state import Group, State, Tile
 from .group_weights import make_group_weights
 from .key_spans import make_group_spans
-from .query_rows import ask_for_rows, make_query_rows
+from .query_rows import make_query_rows
 
 
 @functools.cache
@@ -148,11 +148,9 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             limit = reinterpret(x.limits, np.uint32)[n_kv]
             first, stop = load_tile(x.q, limit, semantics, tile, s, state)
             before = row - sizes.workers * sizes.block_q
-            ask_for_rows(x.q, n, before, sizes.block_q, x.q.d * size)
-            place, width = row_at(results.out, n, row), results.out.d * (2 if results.narrow else 4)
-            for i in range(tile.real):  # a store waits for its cache line, too
-                for line in range(0, width, LINE):
-                    prefetch_written(place + i * results.out.row + line)
+            ask_for_rows(x.q, n, before, sizes.block_q, x.q.d * size)  # likely this worker's next
+            out_bytes = results.out.d * (2 if results.narrow else 4)
+            ask_for_results(results.out, n, row, tile.real, out_bytes)
             for block in range(first // key_block * key_block, stop, key_block):
                 group_spans(semantics, dense, state, tile, block, s)
                 block_scores(state, tile, x.keys[n_kv], block, stop)

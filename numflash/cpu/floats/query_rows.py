@@ -8,10 +8,10 @@ import numpy as np
 
 from ...interop.halves import bfloat16_of
 from ...jit.compiler import inlined
-from ...jit.memory import LINE, array_at, reinterpret
+from ...jit.memory import array_at, reinterpret
 from ...numerics.fixedpoint import LN2
 from ..isa.strided import row_at
-from ..isa.vectors import address, prefetch_line
+from ..isa.vectors import address
 from ..semantics import seen_range
 from . import float_rows
 from .flash_rows import LOWEST
@@ -98,13 +98,3 @@ def make_query_rows(name: str):
                 counter[1] = 1
 
     return load_tile, store_rows
-
-
-@inlined
-def ask_for_rows(q, n, first, count, row_bytes):
-    """Prefetch the query rows of the next tile that this worker is likely to take."""
-    if first >= 0:
-        start = row_at(q, n, first)
-        for i in range(min(count, q.length - first)):
-            for line in range(0, row_bytes, LINE):
-                prefetch_line(start + i * q.row + line)

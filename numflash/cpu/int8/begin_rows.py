@@ -51,9 +51,10 @@ def make_begin_rows(isa_name: str, pv: str):
             function = Function(functions.masked, functions.masked_frame)
             scores, corner = Rows(x, 0, FIRST_KEYS), Corner(batch_of(functions, b), h, row, 0)
             call_tile(function, scores, tile.real, tile.first_keys, corner, fx.LN2_Q8, fx.LOG2E_Q8)
-        all_seen = tile.start[tile.real - 1] == 0 and tile.hi[0] >= FIRST_KEYS == tile.first_keys
-        if all_seen and not semantics.general:
-            return  # the bounds grow from row to row
+        # bounds never fall from row to row: the last start and the first end speak for all rows
+        all_seen = tile.start[tile.real - 1] == 0 and tile.hi[0] >= FIRST_KEYS
+        if all_seen and tile.first_keys == FIRST_KEYS and not semantics.general:
+            return
         for i in range(tile.real):
             start, stop = min(tile.start[i], tile.first_keys), min(tile.hi[i], tile.first_keys)
             seen = x[i * FIRST_KEYS : (i + 1) * FIRST_KEYS]

@@ -37,15 +37,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, inlined, separate
-from ...jit.memory import LINE
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, padded
 from ..isa.score_calls import all_empty
-from ..isa.strided import row_at
-from ..isa.vectors import next_task, prefetch_written
+from ..isa.strided import ask_for_results
+from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, row_range, step_of
 from .amx_stream import extend_rows, restore_rows, stream_blocks, stream_stop
 from .begin_rows import make_begin_rows
@@ -72,7 +71,8 @@ from .tile_scratch import make_scratch, state_of, tile_of
 F = np.float32
 I = np.int32
 NEVER, FROM_FIRST, FROM_SECOND = range(3)  # which blocks of a tile go through the stream
-# Keys of a tile up to which the stream does not pay: it fills and drains once a tile.
+# Tiles with up to so many keys go block by block: the stream fills and drains once a tile, which
+# takes as long as two of its turns.
 TOO_SHORT = 2 * KEY_BLOCK
 EDGE_ROWS = 12  # rows of P.V that stop at the same key where a block is cut off
 
@@ -372,10 +372,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 n_kv,
             )
             load_rows(operands, semantics, place, sizes.keys, tile, state)
-            at = row_at(results.out, n, row)
-            for i in range(real):  # a store waits for its cache line, too
-                for line in range(0, results.out.d * 4, LINE):
-                    prefetch_written(at + i * results.out.row + line)
+            ask_for_results(results.out, n, row, real, results.out.d * 4)
             options = tile_changes(semantics, dense, place, real - 1, scratch)
             options_end = padded_changes(options, dense.bias_end, dense.mask_end, end_at)
             job = Job(place, tile, kv, state, changed, has_dense, dense, options, options_end)

@@ -24,14 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, separate
-from ...jit.memory import LINE, reinterpret, uncleared, zeros
+from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.quantize_kernels import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
-from ..isa.strided import Strided, row_at
-from ..isa.vectors import address, prefetch_line
+from ..isa.strided import Strided, ask_for_rows, row_at
+from ..isa.vectors import address
 from .first_keys import FirstKeys
 from .packing import PackedKeys, panel_packer
 from .quantize_rows import PLAIN, ROWS, down_channels, quantize_rows, row_scales
@@ -40,7 +40,7 @@ from .quantize_values import float_blocks, value_blocks
 F = np.float32
 I = np.int32
 PLAIN_BITS = int(F(PLAIN).view(I))
-AHEAD = 2 * ROWS  # rows of Q that are prefetched
+AHEAD = 2 * ROWS  # so many rows ahead rows of Q are prefetched
 EVEN = 4  # tasks for each thread from which on an uneven number of them is even enough
 
 
@@ -151,10 +151,7 @@ def query_rows(kind: str):
         row_bytes = d * size
         for i in range(first, stop, ROWS):
             count, here = min(ROWS, stop - i), row_at(x, n, i)
-            # nobody has read these rows, and eight of them are too few for the CPU to see that more follow
-            for r in range(AHEAD, min(AHEAD + ROWS, stop - i)):
-                for line in range(0, row_bytes, LINE):
-                    prefetch_line(here + r * x.row + line)
+            ask_for_rows(x, n, i + AHEAD, ROWS, row_bytes)  # read for the first time, by eights
             zero, factors = address(room.zero), address(room.factors)
             found = scales(here, x.row, count, d, zero, address(room.scales), factors)
             out = address(to.q) + (n * x.length + i) * d

@@ -101,9 +101,8 @@ def grow_rows(octave, top, rows, m, l, scale, o):
         for i in range(rows):
             if octave[i] > m[i]:
                 if l[i] != F(0):
-                    grows = min(
-                        np.subtract(octave[i], m[i]), I(fx.MOST_BELOW)
-                    )  # np.subtract stays in int32
+                    grows = np.subtract(octave[i], m[i])  # np.subtract stays in int32
+                    grows = min(grows, I(fx.MOST_BELOW))
                     shrink, row = I(np.left_shift(np.subtract(I(127), grows), I(23))).view(F), o[i]
                     for t in range(row.size):
                         row[t] = row[t] * shrink

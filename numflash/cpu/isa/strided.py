@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...interop.arrays import WORD, carray, to_float32, writable
-from ...jit.compiler import own
+from ...jit.compiler import bare, own
+from ...jit.memory import LINE
+from .vectors import prefetch_line, prefetch_written
 
 
 class Strided(NamedTuple):
@@ -39,6 +41,25 @@ def row_at(x, n, i):
     copying a row.
     """
     return x.start + n // x.heads * x.batch + n % x.heads * x.head + i * x.row
+
+
+@bare
+def ask_for_rows(x, n, first, count, row_bytes):
+    """Prefetch up to `count` rows of head n from row `first` on, of those that exist."""
+    if first >= 0:
+        start = row_at(x, n, first)
+        for i in range(min(count, x.length - first)):
+            for line in range(0, row_bytes, LINE):
+                prefetch_line(start + i * x.row + line)
+
+
+@bare
+def ask_for_results(out, n, first, count, row_bytes):
+    """The same of rows that will be written: a store waits for its cache line, too."""
+    start = row_at(out, n, first)
+    for i in range(count):
+        for line in range(0, row_bytes, LINE):
+            prefetch_written(start + i * out.row + line)
 
 
 def strided(x: np.ndarray) -> Strided:
