@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from oracles import qkv
 
-from numflash import reference
+from numflash import reference, tiling
 from numflash.cpu import launch
 from numflash.cpu.int8 import amx_stream
-from numflash.cpu.int8.rows import Tile, key_span
 from numflash.jit import target
 from numflash.numerics.quantization import quantize_problem
 from numflash.validation import problem
@@ -99,16 +98,14 @@ def test_a_key_that_is_not_finite(options):
     check((q, k, v), **options)
 
 
-@pytest.mark.parametrize(("first_row", "keys"), [(190, 150), (0, 3)])
-def test_a_tile_without_keys_in_blocks_keeps_its_bounds(first_row, keys):
-    """A window of 5 keys at and behind the last key: no bound behind the last row is read."""
-    i = np.arange(first_row, first_row + 20)
-    start = np.maximum(i - 5, 0)
-    hi = np.maximum(start, np.minimum(i + 1, keys))
-    tile = Tile(None, None, np.maximum(start, 4), hi, start, None, 32, len(i), 4)
-    span = key_span.py_func(tile, 300)
-    first, stop = amx_stream.extend_rows.py_func(tile, span, None, None)
-    assert first == stop
+@pytest.mark.parametrize("where", [None, 1])
+def test_rows_that_attend_to_first_keys_only(where):
+    """In a tile that is streamed: their block goes by itself, also where one of these keys is not finite."""
+    q, k, v = qkv(h=1, l=400, s=400, d=64)
+    if where is not None:
+        k[0, 0, where, 5] = np.nan
+    with tiling.using("amx_int8", "int8", block_q=384):
+        check((q, k, v), is_causal=True)
 
 
 def test_wider_heads_have_no_stream():

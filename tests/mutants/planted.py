@@ -170,14 +170,12 @@ MUTANTS = [
         "tile.lo[i] = tile.start[i]",
         INT8,
     ),
-    Mutant(STREAM, "kept.spoiled[r] = state.spoiled[stop]", "kept.spoiled[r] = 1", STREAM_TESTS),
     Mutant(
         STREAM,
         "min(stop, near + NEAR * KEY_BLOCK)",
         "min(stop, near + (NEAR - 1) * KEY_BLOCK)",
         STREAM_TESTS,
     ),
-    Mutant(STREAM, "    if span.stop > 0:", "    if True:", f"{STREAM_TESTS} -k bounds"),
     Mutant(
         FLASH_INT8,
         "min(first_keys.number, sizes.keys)",

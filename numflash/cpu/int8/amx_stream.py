@@ -16,10 +16,8 @@ every number, in the same order.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import llvmlite.ir as ir
-import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
@@ -224,52 +222,3 @@ def stream_blocks(sizes, table, scratch, tile, kv, place, functions, state, firs
         if n > 0 and run(sizes.stream, address(table), n, address(scratch)) < n:
             return c
     return stop
-
-
-class Kept(NamedTuple):
-    """State and bounds of the rows that `extend_rows` changes."""
-
-    m: np.ndarray  # (FIRST_KEYS,) int32
-    l: np.ndarray  # (FIRST_KEYS,) float32
-    hi: np.ndarray  # (FIRST_KEYS,) int64
-    spoiled: np.ndarray  # (FIRST_KEYS,) uint8
-    o: np.ndarray  # (FIRST_KEYS, columns) float32
-
-
-@bare
-def copy_row(source, target):
-    for t in range(target.size):
-        target[t] = source[t]
-
-
-@bare
-def extend_rows(tile, span, state, kept):
-    """Let rows that attend to the sequence's first keys only attend to one more key; keep their state.
-
-    The stream takes no tile with a row that attends to no key of a block. Returns the range of
-    these rows: none where no row attends to a key of a block; else at most `first_keys`, because
-    `hi` grows by one from row to row until a row attends to such a key.
-    """
-    first, stop = 0, 0
-    if span.stop > 0:
-        while tile.hi[first] <= tile.start[first]:
-            first += 1
-        stop = first
-        while tile.hi[stop] <= tile.first_keys:
-            r = stop - first
-            kept.m[r], kept.l[r], kept.hi[r] = state.m[stop], state.l[stop], tile.hi[stop]
-            kept.spoiled[r] = state.spoiled[stop]
-            copy_row(state.o[stop], kept.o[r])
-            tile.hi[stop] = tile.first_keys + 1
-            stop += 1
-    return first, stop
-
-
-@bare
-def restore_rows(tile, state, kept, first, stop):
-    """The rows that `extend_rows` changed as they were before."""
-    for i in range(first, stop):
-        r = i - first
-        state.m[i], state.l[i], tile.hi[i] = kept.m[r], kept.l[r], kept.hi[r]
-        state.spoiled[i] = kept.spoiled[r]
-        copy_row(kept.o[r], state.o[i])

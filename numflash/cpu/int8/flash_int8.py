@@ -46,7 +46,7 @@ from ..isa.score_calls import all_empty
 from ..isa.strided import ask_for_results
 from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, row_range, step_of
-from .amx_stream import extend_rows, restore_rows, stream_blocks, stream_stop
+from .amx_stream import stream_blocks, stream_stop
 from .begin_rows import make_begin_rows
 from .block_scores import make_block_scores
 from .blocks import value_block, value_rows
@@ -292,14 +292,12 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         pays = sizes.stream != 0 and span.stop - begin_at > TOO_SHORT
         if streams and pays and not (job.changed or always_wide):
             streaming = FROM_FIRST
-        following, starting, extended, extended_stop = begin_at, True, 0, 0
+        following, starting = begin_at, True
         while starting or following < span.stop:
             # The start is an iteration of this loop, because it happens again where the stream gives up:
             # one call of `begin_rows`, whose code is inlined, serves both.
             if starting:
                 begin_rows(operands.q, job, semantics, scratch.wide.reshape(scratch.wide.size))
-                if streams and streaming != NEVER:
-                    extended, extended_stop = extend_rows(tile, span, state, scratch.kept)
                 starting = False
                 continue
             first = following
@@ -320,8 +318,6 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     again = functions.unmasked != 0 and reached == begin_at
                     again = again and streaming == FROM_FIRST
                     streaming = FROM_SECOND if again else NEVER
-                    restore_rows(tile, state, scratch.kept, extended, extended_stop)
-                    extended_stop = extended
                     following, starting = begin_at, True
                 continue
             following = first + KEY_BLOCK
@@ -330,8 +326,6 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 functions, place.b, place.h, place.row, last, first, first + block.real
             ):
                 left = attend_block(job, semantics, block, always_wide or left, scratch)
-        if streams:
-            restore_rows(tile, state, scratch.kept, extended, extended_stop)
 
     @bare
     def run_tiles(operands, semantics, sizes, counter, results, scratch):

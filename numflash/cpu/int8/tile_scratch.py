@@ -9,12 +9,11 @@ import numpy as np
 
 from ...jit.compiler import bare, inline
 from ...jit.memory import uncleared, zeros
-from ...numerics.fixedpoint import FIRST_KEYS, FLOAT_VALUES
+from ...numerics.fixedpoint import FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK
 from ..isa.isas import VECTOR_ISAS, lanes_of, weight_planes
 from . import amx_stream
-from .amx_stream import Kept
 from .rows import State, Tile
 from .wide_rows import floats_of
 
@@ -43,7 +42,6 @@ class Scratch(NamedTuple):
     mask_end: np.ndarray  # (rows * KEY_BLOCK,) uint8, for the last part of a mask's rows
     turns: np.ndarray  # int64, what `amx_stream` does one after the other
     stream: np.ndarray  # uint8, its scratch
-    kept: Kept
 
 
 @bare
@@ -102,13 +100,6 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
             uncleared((rows * KEY_BLOCK,), np.uint8, "INT8 last part of the mask"),
             uncleared(turns_shape, np.int64, "INT8 turns of the AMX stream"),
             uncleared((stream_size + stream_row * width,), np.uint8, "INT8 scratch of the stream"),
-            Kept(
-                uncleared((FIRST_KEYS,), np.int32, "INT8 kept octaves"),
-                uncleared((FIRST_KEYS,), np.float32, "INT8 kept sums"),
-                uncleared((FIRST_KEYS,), np.int64, "INT8 kept bounds"),
-                uncleared((FIRST_KEYS,), np.uint8, "INT8 kept flags"),
-                uncleared((FIRST_KEYS, width if streams else 0), np.float32, "INT8 kept rows"),
-            ),
         )
 
     return scratch
