@@ -9,7 +9,7 @@ from numflash.cpu.backward import call, flash_backward, tiled
 from numflash.cpu.backward.held import Found, Given
 from numflash.cpu.backward.operands import Factors, Gradients, Prepared, Scratch, Sizes
 from numflash.cpu.isa.strided import strided
-from numflash.cpu.launch_float import at_address
+from numflash.cpu.problem_arrays import at_address
 from numflash.jit import target
 from numflash.machinecode import assembly, kernel_types
 
