@@ -148,6 +148,17 @@ def block_interleaver(name: str, lanes: int):
     return interleave_block
 
 
+@bare
+def copy_rows(x, n, first, count, stride, rows):
+    """`count` rows of head n from row `first` on to rows `stride` apart; what x lacks is 0."""
+    length, d = x.shape[1:]
+    rows[:] = 0
+    for c in range(min(count, length - first)):
+        source, row = x[n, first + c], rows[c * stride : (c + 1) * stride]
+        for e in range(d):
+            row[e] = source[e]
+
+
 @functools.cache
 def key_packer(name: str, lanes: int):
     """f(k, words, scale, keys): `pack_keys` into `keys`; words : K as int32, or nothing."""
@@ -157,15 +168,6 @@ def key_packer(name: str, lanes: int):
     order = isa.key_order(lanes)
     operand = np.int8 if group == 4 else np.int16
     pack_panel = panel_packer(name, lanes)
-
-    @bare
-    def copy_rows(k, n, first, rows, size):
-        """The keys from `first` on as rows of `size` operands; what K lacks is 0."""
-        length, d = k.shape[1:]
-        rows[:] = 0
-        for c in range(min(panel, length - first)):
-            for e in range(d):
-                rows[c * size + e] = k[n, first + c, e]
 
     @bare
     def pack_scales(scale, n, first, keys):
@@ -183,7 +185,7 @@ def key_packer(name: str, lanes: int):
             if words.size and p + panel <= length:  # straight from K: its rows are whole words
                 pack_panel(words, (n * length + p) * groups, groups, keys.data, keys.start, n, p)
             else:
-                copy_rows(k, n, p, rows, groups * group)
+                copy_rows(k, n, p, panel, groups * group, rows)
                 pack_panel(reinterpret(rows, np.int32), 0, groups, keys.data, keys.start, n, p)
             pack_scales(scale, n, p, keys)
 
@@ -210,15 +212,6 @@ def value_packer(name: str, lanes: int):
     interleave_block = block_interleaver(name, lanes)
 
     @bare
-    def copy_rows(v, n, first, columns, rows):
-        """The values from `first` on as rows of a block; what V lacks is 0."""
-        length, dv = v.shape[1:]
-        rows[:] = 0
-        for r in range(min(KEY_BLOCK, length - first)):
-            for c in range(dv):
-                rows[r * columns + c] = v[n, first + r, c]
-
-    @bare
     def pack_block(n, block, v, rows, columns, data):
         length, dv = v.shape[1:]
         first = block * KEY_BLOCK
@@ -226,7 +219,7 @@ def value_packer(name: str, lanes: int):
             flat = v.reshape(v.size)
             interleave_block(flat, (n * length + first) * dv, dv, columns, data, n, block)
         else:
-            copy_rows(v, n, first, columns, rows)
+            copy_rows(v, n, first, KEY_BLOCK, columns, rows)
             interleave_block(rows, 0, columns, columns, data, n, block)
 
     @inline
