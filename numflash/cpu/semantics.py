@@ -262,6 +262,18 @@ def row_range(semantics, b, i, s):
 
 
 @own
+def row_ranges(semantics, b, i, s, firsts, stops):
+    """`row_range` of row i and those after it, as many as `firsts` has: what all of them share is
+    read once, so that LLVM makes vectors of the rest.
+    """
+    centre, seen = i + semantics.diagonal[b], min(semantics.key_lengths[b], s)
+    first, stop = centre - semantics.left, centre + semantics.right + 1
+    for r in range(firsts.size):
+        firsts[r] = max(0, first + r)
+        stops[r] = max(firsts[r], min(seen, stop + r))
+
+
+@own
 def seen_range(semantics, b, h, i, s):
     """`row_range` within the blocks of keys that are not empty for row i of head h."""
     first, stop = row_range(semantics, b, i, s)

@@ -104,9 +104,9 @@ def run(typingctx, address, table, count, scratch):
     return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
 
 
-def table_shape() -> tuple[int, int]:
-    """Shape of the table of turns, int64."""
-    return BEFORE + TURNS + AFTER, FIELDS
+def table_shape() -> tuple[int, int, int]:
+    """Shape of two tables of turns, int64: of the tiles that wait, and of one by itself."""
+    return 2, BEFORE + TURNS + AFTER, FIELDS
 
 
 def scratch_size() -> int:
@@ -162,12 +162,20 @@ def stream_stop(tile, kv, place, functions, first, stop):
 
 
 @bare
-def fill_turns(table, scratch, tile, kv, place, functions, keys, state, first, stop):
-    """The turns of all rows of a tile and the key blocks first .. stop; returns their number.
+def most_turns(rows, first, stop):
+    """As many turns as `rows` rows of a tile and the key blocks first .. stop take at most."""
+    blocks = (stop - first + KEY_BLOCK - 1) // KEY_BLOCK
+    return (rows + BLOCK - 1) // BLOCK * blocks
+
+
+@bare
+def add_turns(table, count, tile, kv, place, functions, keys, state, first, stop):
+    """The turns of all rows of a tile and the key blocks first .. stop, behind the `count` turns that
+    the table has; returns how many it has now.
 
     tile, kv, place, state : as in `flash_int8`;  keys : of the sequence
     """
-    stride, width, n = tile.q.shape[1], state.o.shape[1], BEFORE
+    stride, width, n = tile.q.shape[1], state.o.shape[1], BEFORE + count
     for near in range(first, stop, NEAR * KEY_BLOCK):
         for i in range(0, tile.rows, BLOCK):
             for c in range(near, min(stop, near + NEAR * KEY_BLOCK), KEY_BLOCK):
@@ -197,7 +205,16 @@ def fill_turns(table, scratch, tile, kv, place, functions, keys, state, first, s
                 turn[NUMBER.queries] = min(BLOCK, tile.real - i)
                 turn[NUMBER.base] = address(state.base) + 4 * i
                 n += 1
-    padding = address(scratch) + AT.size
+    return n - BEFORE
+
+
+@bare
+def run_turns(stream, table, count, scratch):
+    """The stream over the `count` turns of a table.
+
+    Whether int16 held all scores; else the states of the tiles are void.
+    """
+    padding, n = address(scratch) + AT.size, BEFORE + count
     for at, like in ((0, BEFORE), (1, BEFORE), (n, n - 1), (n + 1, n - 1)):
         for field in range(FIELDS):
             table[at, field] = table[like, field]
@@ -205,7 +222,7 @@ def fill_turns(table, scratch, tile, kv, place, functions, keys, state, first, s
         table[at, NUMBER.l] = padding + BLOCK * 4
         table[at, NUMBER.base] = padding + 2 * BLOCK * 4
         table[at, NUMBER.o] = padding + 3 * BLOCK * 4
-    return n - BEFORE
+    return run(stream, address(table), count, address(scratch)) == count
 
 
 @bare
@@ -218,7 +235,7 @@ def stream_blocks(sizes, table, scratch, tile, kv, place, functions, state, firs
     most = TURNS // (tile.rows // BLOCK) * KEY_BLOCK
     for c in range(first, stop, most):
         end = min(stop, c + most)
-        n = fill_turns(table, scratch, tile, kv, place, functions, sizes.keys, state, c, end)
-        if n > 0 and run(sizes.stream, address(table), n, address(scratch)) < n:
+        n = add_turns(table, 0, tile, kv, place, functions, sizes.keys, state, c, end)
+        if n > 0 and not run_turns(sizes.stream, table, n, scratch):
             return c
     return stop

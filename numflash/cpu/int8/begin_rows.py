@@ -15,8 +15,9 @@ from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import FIRST_KEYS
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_tile
+from ..isa.strided import ask_for_results, row_at
 from ..semantics import UNSEEN, transform_row
-from .first_keys import score_row, value_row, weigh_first
+from .first_keys import rows_together, score_rows, value_rows, weigh_first
 
 F = np.float32
 I = np.int32
@@ -32,8 +33,12 @@ def clear(first, stop, state):
 
 @functools.cache
 def make_begin_rows(isa_name: str, pv: str):
-    """f(q, job, semantics, x): the state of a tile after the first keys; x, a flat scratch."""
-    first_scores, first_values = score_row(isa_name), value_row(isa_name)
+    """f(q, job, semantics, x, results): the state of a tile after the first keys; x, a flat scratch.
+
+    The rows of its results are prefetched meanwhile.
+    """
+    first_scores, first_values = score_rows(isa_name), value_rows(isa_name)
+    together = rows_together(isa_name)
     weigh_four, weigh_one = (weigh_first(rows, fx.WEIGHT_ONE[pv]) for rows in (4, 1))
 
     @inlined
@@ -42,10 +47,10 @@ def make_begin_rows(isa_name: str, pv: str):
         b, h, n, row = job.place
         tile, kv = job.tile, job.kv
         d, functions = q.shape[2], semantics.functions
-        for i in range(tile.real):
+        for i in range(0, tile.real, together):
             first_scores(
-                q, (n * q.shape[1] + row + i) * d, d, kv.first.keys, kv.number, kv.first.scale,
-                tile.scale[i], x, i * FIRST_KEYS,
+                q, (n * q.shape[1] + row + i) * d, d, min(together, tile.real - i), kv.first.keys,
+                kv.number, kv.first.scale, tile.scale, i, x, i * FIRST_KEYS,
             )  # fmt: skip
         if functions.masked != 0:
             function = Function(functions.masked, functions.masked_frame)
@@ -66,8 +71,9 @@ def make_begin_rows(isa_name: str, pv: str):
                         seen[j] = F(-np.inf)
 
     @inlined
-    def begin_rows(q, job, semantics, x):
-        tile, kv, state = job.tile, job.kv, job.state
+    def begin_rows(q, job, semantics, x, results):
+        tile, kv, state, out = job.tile, job.kv, job.state, results.out
+        result = row_at(out, job.place.n, job.place.row)
         if tile.start[0] >= tile.first_keys or tile.hi[tile.real - 1] == 0:
             clear(0, tile.rows, state)
             return
@@ -79,8 +85,12 @@ def make_begin_rows(isa_name: str, pv: str):
             no_number |= weigh_four(x, i * FIRST_KEYS, state.m, i, state.l, i)
         for i in range(fours, tile.real):
             no_number |= weigh_one(x, i * FIRST_KEYS, state.m, i, state.l, i)
-        for i in range(tile.real):
-            first_values(x, i * FIRST_KEYS, kv.first.values, kv.number, width, o, i * width)
+        for i in range(0, tile.real, together):
+            first_values(
+                x, i * FIRST_KEYS, min(together, tile.real - i), kv.first.values, kv.number, width, o,
+                i * width,
+            )  # fmt: skip
+            ask_for_results(result + i * out.row, out.row, min(together, tile.real - i), 4 * out.d)
         if no_number:
             mark_spoiled(q, job, semantics, x)
 

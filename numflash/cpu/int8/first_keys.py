@@ -1,13 +1,13 @@
-"""The first keys of a sequence, one row of queries at a time, in front of the key blocks.
+"""The first keys of a sequence, a few rows of queries at a time, in front of the key blocks.
 
 Often one of them takes most of a row's weight (an "attention sink"). In a block with it the other
 keys would share few levels of the 8-bit weights, and the rounding of its own key and value would be
 the error of the row. So the first `FIRST_KEYS` keys are taken out of their block: with keys and
 values of 13 bits (`QuantizedTensor.low`) and weights of 12 they make the state that the blocks find.
 
-    scores   S = q.k, int8 times int16, exact in int32; x = S * key scale * query scale     (score_row)
+    scores   S = q.k, int8 times int16, exact in int32; x = S * key scale * query scale    (score_rows)
     weights  own octave, w = 2**(x - octave) in 12 bits, and their sum                      (weigh_first)
-    values   o = w.v in float32: products are exact, sums are rounded in the order of keys  (value_row)
+    values   o = w.v in float32: products are exact, sums are rounded in the order of keys (value_rows)
 
 There are so few of these that neither tiles nor packed operands pay: Q is read as it came.
 """
@@ -101,61 +101,88 @@ def no_first_keys(n: int, columns: int) -> FirstKeys:
     )
 
 
-def _dots(b: ir.IRBuilder, isa: Isa, q, k, row, d):
-    """<4 x i32>: q (d int8 from element `row` on) times each of the keys k (d int16 each)."""
+def rows_together(isa_name: str) -> int:
+    """Rows of queries that share each load of a first key or value: their 4 sums each, 4 keys and
+    the queries are in registers, of which AVX2 has 16.
+    """
+    return 2 if VECTOR_ISAS[isa_name].lanes == 8 else 4
+
+
+def _rows(b: ir.IRBuilder, first, step, count, rows: int) -> list:
+    """Where `rows` rows begin, `step` apart; those from `count` on are the last one again."""
+    last = b.sub(count, I64(1))
+    found = [b.select(b.icmp_signed("<", I64(r), last), I64(r), last) for r in range(rows)]
+    return [b.add(first, b.mul(step, row)) for row in found]
+
+
+def _dots(b: ir.IRBuilder, isa: Isa, q, k, rows, d) -> list:
+    """int32 of the queries in `rows` (d int8 from there on) times each of the keys k (d int16 each):
+    FIRST_KEYS lanes of each row, as many rows in a vector as it has lanes for.
+    """
     wide = 2 * isa.lanes
     bytes_, words = vector(I8, wide), vector(I16, wide)
     keys = [b.mul(d, I64(j)) for j in range(FIRST_KEYS)]
 
     def add(n, state):
         at = b.mul(n, I64(wide))
-        query = b.sext(load(b, q, b.add(row, at), bytes_, 1), words)
-        return [
-            isa.pair_dot(b, acc, query, load(b, k, b.add(key, at), words, 2))
-            for acc, key in zip(state, keys, strict=True)
-        ]
+        known = [load(b, k, b.add(key, at), words, 2) for key in keys]
+        queries = [b.sext(load(b, q, b.add(row, at), bytes_, 1), words) for row in rows]
+        pairs = [(query, key) for query in queries for key in known]
+        return [isa.pair_dot(b, acc, *pair) for acc, pair in zip(state, pairs, strict=True)]
 
     whole = b.sdiv(d, I64(wide))
-    state = repeat(b, I64(0), whole, [constant(vector(I32, isa.lanes), 0)] * FIRST_KEYS, add)
-    total = fold_tree(b, state, b.add)
+    none = constant(vector(I32, isa.lanes), 0)
+    state = repeat(b, I64(0), whole, [none] * (FIRST_KEYS * len(rows)), add)
+    lanes = min(isa.lanes, len(state))
+    totals = [fold_tree(b, state[n : n + lanes], b.add) for n in range(0, len(state), lanes)]
 
     def add_one(n, state):
-        query = b.sext(load(b, q, b.add(row, n), I8, 1), I32)
-        (found,) = state
-        for j, key in enumerate(keys):
-            product = b.mul(query, b.sext(load(b, k, b.add(key, n), I16, 2), I32))
-            old = b.extract_element(found, I32(j))
-            found = b.insert_element(found, b.add(old, product), I32(j))
-        return [found]
+        found = list(state)
+        for r, row in enumerate(rows):
+            query = b.sext(load(b, q, b.add(row, n), I8, 1), I32)
+            for j, key in enumerate(keys):
+                which, lane = divmod(r * FIRST_KEYS + j, lanes)
+                product = b.mul(query, b.sext(load(b, k, b.add(key, n), I16, 2), I32))
+                new = b.add(b.extract_element(found[which], I32(lane)), product)
+                found[which] = b.insert_element(found[which], new, I32(lane))
+        return found
 
-    (total,) = repeat(b, b.mul(whole, I64(wide)), d, [total], add_one)
-    return total
+    return repeat(b, b.mul(whole, I64(wide)), d, totals, add_one)
 
 
 @functools.cache
-def score_row(isa_name: str):
-    """Intrinsic f(q, row, d, keys, head, scale, cq, x, at): scores x[at ...] of one query with the
-    first keys, Q8.8 or in units of a softcap.
+def score_rows(isa_name: str):
+    """Intrinsic f(q, row, d, count, keys, head, scale, cq, i, x, at): scores x[at ...] of up to
+    `rows_together` queries with the first keys, Q8.8 or in units of a softcap.
 
-    q : int8, the query's d elements from `row` on;  keys, scale : of `FirstKeys`, of head `head`
+    q : int8, the first query's d elements from `row` on;  keys, scale : of `FirstKeys`, of head
+        `head`;  cq : factors of the queries, from element i on
     """
     isa = VECTOR_ISAS[isa_name]
+    together = rows_together(isa_name)
 
     @intrinsic
-    def score(typingctx, q, row, d, keys, head, scale, cq, x, at):
+    def score(typingctx, q, row, d, count, keys, head, scale, cq, i, x, at):
         def codegen(context, b, sig, args):
-            pq, pk, ps, px = (data(context, b, sig.args[n], args[n]) for n in (0, 3, 5, 7))
-            first = b.mul(args[4], I64(FIRST_KEYS))
+            pq, pk, ps, pc, px = (data(context, b, sig.args[n], args[n]) for n in (0, 4, 6, 7, 9))
+            first = b.mul(args[5], I64(FIRST_KEYS))
             keys_at = b.gep(pk, [b.mul(b.mul(first, args[2]), I64(2))])
-            s = b.sitofp(_dots(b, isa, pq, keys_at, args[1], args[2]), FLOATS)
-            s = b.fmul(s, load(b, ps, first, FLOATS, 4))
-            store(
-                b, clamp(b, b.fmul(s, splat(b, args[6], FLOATS)), float(fx.T_LIMIT)), px, args[8], 4
-            )
+            key_scales = load(b, ps, first, FLOATS, 4)
+            rows = _rows(b, args[1], args[2], args[3], together)
+            for n, dots in enumerate(_dots(b, isa, pq, keys_at, rows, args[2])):
+                lanes, done = dots.type.count, n * dots.type.count // FIRST_KEYS
+                floats, all_rows = vector(F32, lanes), lanes // FIRST_KEYS
+                s = b.sitofp(dots, floats)
+                s = b.fmul(s, shuffle(b, key_scales, key_scales, list(range(FIRST_KEYS)) * all_rows))
+                own = load(b, pc, b.add(args[8], I64(done)), vector(F32, all_rows), 4)
+                of_lane = [lane // FIRST_KEYS for lane in range(lanes)]
+                s = clamp(b, b.fmul(s, shuffle(b, own, own, of_lane)), float(fx.T_LIMIT))
+                store(b, s, px, b.add(args[10], I64(done * FIRST_KEYS)), 4)
             return context.get_dummy_value()
 
         place = types.int64
-        return types.void(q, place, place, keys, place, scale, cq, x, place), codegen
+        kinds = q, place, place, place, keys, place, scale, cq, place, x, place
+        return types.void(*kinds), codegen
 
     return score
 
@@ -225,32 +252,40 @@ def weigh_first(rows: int, one: int):
 
 
 @functools.cache
-def value_row(isa_name: str):
-    """Intrinsic f(w, w_at, values, head, width, o, at): o[at ...] = the weights w[w_at ...] times
-    the values of head `head`, `width` columns.
+def value_rows(isa_name: str):
+    """Intrinsic f(w, w_at, count, values, head, width, o, at): rows o[at ...] of `width` columns = the
+    weights w[w_at ...] times the values of head `head`, for up to `rows_together` rows.
     """
     isa = VECTOR_ISAS[isa_name]
     floats = isa.vector(F32)
+    together = rows_together(isa_name)
 
     @intrinsic
-    def run(typingctx, w, w_at, values, head, width, o, at):
+    def run(typingctx, w, w_at, count, values, head, width, o, at):
         def codegen(context, b, sig, args):
-            pw, pv, po = (data(context, b, sig.args[n], args[n]) for n in (0, 2, 5))
-            width, first = args[4], b.mul(args[3], I64(FIRST_KEYS))
+            pw, pv, po = (data(context, b, sig.args[n], args[n]) for n in (0, 3, 6))
+            width, first = args[5], b.mul(args[4], I64(FIRST_KEYS))
             weights = [
-                isa.splat(b, load(b, pw, b.add(args[1], I64(j)), F32, 4), floats)
-                for j in range(FIRST_KEYS)
+                [
+                    isa.splat(b, load(b, pw, b.add(row, I64(j)), F32, 4), floats)
+                    for j in range(FIRST_KEYS)
+                ]
+                for row in _rows(b, args[1], I64(FIRST_KEYS), args[2], together)
             ]
+            outs = _rows(b, args[7], width, args[2], together)
             rows = [b.mul(b.add(first, I64(j)), width) for j in range(FIRST_KEYS)]
             step = isa.elements(b, 1)
             with cgutils.for_range_slice(b, I64(0), width, step, I64) as (t, _):
-                acc = isa.fill(b, floats, 0.0)
-                for weight, row in zip(weights, rows, strict=True):
-                    acc = isa.generic(b, "fma", weight, load(b, pv, b.add(row, t), floats, 4), acc)
-                store(b, acc, po, b.add(args[6], t), 4)
+                known = [load(b, pv, b.add(row, t), floats, 4) for row in rows]
+                for own, out in zip(weights, outs, strict=True):
+                    acc = isa.fill(b, floats, 0.0)
+                    for weight, value in zip(own, known, strict=True):
+                        acc = isa.generic(b, "fma", weight, value, acc)
+                    store(b, acc, po, b.add(out, t), 4)
             return context.get_dummy_value()
 
         place = types.int64
-        return types.void(w, place, values, place, place, o, place), codegen
+        kinds = w, place, place, values, place, place, o, place
+        return types.void(*kinds), codegen
 
     return run

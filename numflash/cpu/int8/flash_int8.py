@@ -43,10 +43,11 @@ from ...tiling import KEY_BLOCK, tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, padded
 from ..isa.score_calls import all_empty
-from ..isa.strided import ask_for_results
+from ..isa.strided import row_at
 from ..isa.vectors import next_task
-from ..semantics import Dense, row_of, row_range, step_of
-from .amx_stream import stream_blocks, stream_stop
+from ..semantics import Dense, row_of, row_ranges, step_of
+from .amx_stream import add_turns, most_turns, run_turns, stream_blocks, stream_stop
+from .amx_stream_data import TURNS
 from .begin_rows import make_begin_rows
 from .block_scores import make_block_scores
 from .blocks import value_block, value_rows
@@ -65,15 +66,16 @@ from .rows import (
     query_nonfinite,
 )
 from .score_changes import Changes
-from .softmax import add_sums, grow_rows, weigh_rows
+from .softmax import HALF, add_sums, grow_rows, weigh_rows
 from .tile_scratch import make_scratch, state_of, tile_of
 
 F = np.float32
 I = np.int32
 NEVER, FROM_FIRST, FROM_SECOND = range(3)  # which blocks of a tile go through the stream
-# Tiles with up to so many keys go block by block: the stream fills and drains once a tile, which
-# takes as long as two of its turns.
+# Tiles with up to so many keys go block by block where they are alone: the stream fills and drains
+# once a run, which takes as long as two of its turns.
 TOO_SHORT = 2 * KEY_BLOCK
+SLOTS = 4  # tiles that go through the stream in one run
 EDGE_ROWS = 12  # rows of P.V that stop at the same key where a block is cut off
 
 
@@ -127,10 +129,10 @@ def changes_scores(semantics):
 
 
 @inlined
-def tile_changes(semantics, dense, place, last, scratch):
+def tile_changes(semantics, dense, place, last, scratch, base):
     """The options of a tile's scores: see `score_changes`."""
     b, h, _, row = place
-    shift, numbers, base = scratch.floats[3], scratch.floats[4], scratch.ints[3]
+    shift, numbers = scratch.floats[3], scratch.floats[4]
     capped = semantics.softcap > F(0)
     if capped:
         for i in range(last + 1):
@@ -185,12 +187,13 @@ def make_load_rows(operand: Any, q_offset: int):
     def load_rows(operands, semantics, place, s, tile, state):
         b, _, n, row = place
         copy_rows(operands.q, place, tile)
+        row_ranges(semantics, b, row, s, tile.start[: tile.real], tile.hi[: tile.real])
+        scale, lo, start, first_keys = operands.cq[n], tile.lo, tile.start, tile.first_keys
         for i in range(tile.real):
-            tile.scale[i] = operands.cq[n, row + i]
-            tile.start[i], tile.hi[i] = row_range(semantics, b, row + i, s)
-            tile.lo[i] = max(tile.start[i], tile.first_keys)
-            state.spoiled[i] = 0
-            state.base[i] = I(0)
+            tile.scale[i] = scale[row + i]
+        for i in range(tile.real):
+            lo[i] = max(start[i], first_keys)
+        state.spoiled[:], state.base[: tile.real] = 0, I(0)
         for i in range(tile.real, tile.rows):  # computed by the stream, stored by nobody
             tile.scale[i], state.base[i] = F(0), I(0)
             tile.lo[i], tile.hi[i] = tile.lo[tile.real - 1], tile.hi[tile.real - 1]
@@ -239,12 +242,13 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     weigh = weigh_rows(isa_name, pv)
     add_values = make_add_values(isa_name, pv)
     load_rows = make_load_rows(np.uint8 if isa.group == 4 else np.int16, isa.q_offset)
-    scratch_of = make_scratch(isa_name, pv, block_q)
     store_rows = make_store_rows(isa_name)
     begin, end = tile_state(isa_name)
     unit = F(fx.SUM_UNIT[pv])
     unit_rows = isa.rows[-1]
     streams = isa.tiled and pv == "int8"
+    slots = SLOTS if streams else 1
+    scratch_of = make_scratch(isa_name, pv, block_q, slots)
 
     @inlined
     def attend_block(job, semantics, block, left, scratch):
@@ -267,12 +271,16 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         return left
 
     @inlined
-    def attend_tile(job, operands, semantics, sizes, scratch):
+    def attend_tile(job, operands, semantics, sizes, scratch, results, company, turns):
         """The first keys, then every block of keys that the tile's rows attend to.
 
+        Returns the number of turns in the table of the stream: more than the `turns` that it has if
+        the blocks of this tile wait there.
+
         Blocks go one by one through `attend_block`. On AMX a run of blocks without options goes
-        through the stream instead (`stream_blocks`), which keeps scores in int16 and gives up where
-        they leave it. What then happens is in `streaming`:
+        through the stream instead, which keeps scores in int16 and gives up where they leave it.
+        Where that is all blocks, and the tile may have `company`, they wait for those of other tiles.
+        Otherwise they are done here (`stream_blocks`), and what happens is in `streaming`:
 
         * FROM_FIRST: the stream takes all runs. Where it gives up, everything starts again with
           NEVER; with a function whose first block made it give up, with FROM_SECOND.
@@ -289,7 +297,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         left = False  # whether the last block's scores left int16: those of this one are likely to
         streaming = NEVER
         begin_at = span.first // KEY_BLOCK * KEY_BLOCK
-        pays = sizes.stream != 0 and span.stop - begin_at > TOO_SHORT
+        pays = sizes.stream != 0 and span.stop - begin_at > (HALF if company else TOO_SHORT)
         if streams and pays and not (job.changed or always_wide):
             streaming = FROM_FIRST
         following, starting = begin_at, True
@@ -297,7 +305,8 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             # The start is an iteration of this loop, because it happens again where the stream gives up:
             # one call of `begin_rows`, whose code is inlined, serves both.
             if starting:
-                begin_rows(operands.q, job, semantics, scratch.wide.reshape(scratch.wide.size))
+                x = scratch.wide.reshape(scratch.wide.size)
+                begin_rows(operands.q, job, semantics, x, results)
                 starting = False
                 continue
             first = following
@@ -308,8 +317,15 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 stop = stream_stop(tile, kv, place, functions, first, span.stop)
             if streams and stop > first:
                 following = stop
+                fits = turns + most_turns(tile.rows, begin_at, span.stop) <= TURNS
+                if company and fits and first == begin_at and stop >= span.stop:
+                    turns = add_turns(
+                        scratch.turns[0], turns, tile, kv, place, functions, sizes.keys, state, first,
+                        stop,
+                    )  # fmt: skip
+                    continue
                 reached = stream_blocks(
-                    sizes, scratch.turns, scratch.stream, tile, kv, place, functions, state, first,
+                    sizes, scratch.turns[1], scratch.stream, tile, kv, place, functions, state, first,
                     stop,
                 )  # fmt: skip
                 if reached < stop:
@@ -326,52 +342,94 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 functions, place.b, place.h, place.row, last, first, first + block.real
             ):
                 left = attend_block(job, semantics, block, always_wide or left, scratch)
+        return turns
 
     @bare
-    def run_tiles(operands, semantics, sizes, counter, results, scratch):
-        """Query tiles, as long as there are any."""
-        q, keys, first_keys = operands.q, operands.keys, operands.first
-        n_heads, length, _ = q.shape
+    def place_of(task, operands, sizes):
+        """Where the tile of a task is, its number of rows, and its KV head."""
+        length = operands.q.shape[1]
         tiles = (length + block_q - 1) // block_q
-        state = state_of(scratch)
+        n, row = task // tiles, (tiles - 1 - task % tiles) * block_q  # long causal tiles first
+        b, h = n // sizes.heads, n % sizes.heads
+        n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
+        return Place(b, h, n, row), min(block_q, length - row), n_kv
+
+    @inlined
+    def tile_job(slot, operands, semantics, sizes, scratch):
+        """The tile of the task in a slot, its rows loaded."""
+        keys, first_keys = operands.keys, operands.first
+        place, real, n_kv = place_of(scratch.tasks[slot], operands, sizes)
+        rows = (real + unit_rows - 1) // unit_rows * unit_rows
+        tile = tile_of(scratch, slot, rows, real, min(first_keys.number, sizes.keys))
+        state = state_of(scratch, slot)
+        kv = Head(
+            keys.data[n_kv], keys.start[n_kv], keys.scale[n_kv], keys.wide[n_kv],
+            operands.values[n_kv], first_keys, n_kv,
+        )  # fmt: skip
+        load_rows(operands, semantics, place, sizes.keys, tile, state)
+        has_dense, changed = semantics.has_bias or semantics.has_mask, changes_scores(semantics)
         dense = Dense(
             semantics.mask.reshape(semantics.mask.size),
             semantics.bias.reshape(semantics.bias.size),
             scratch.mask_end,
             scratch.wide.reshape(scratch.wide.size),
         )
-        has_dense, changed = semantics.has_bias or semantics.has_mask, changes_scores(semantics)
         # vectors may read beyond the last keys of bias and mask: `copy_end` puts these where a
         # whole block fits
         end_at = -(sizes.keys // KEY_BLOCK * KEY_BLOCK)
-        while True:
-            task = next_task(counter)
-            if task >= n_heads * tiles:
-                break
-            n = task // tiles
-            row = (tiles - 1 - task % tiles) * block_q  # the longest causal tiles first
-            b, h = n // sizes.heads, n % sizes.heads
-            n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
-            real = min(block_q, length - row)
-            rows = (real + unit_rows - 1) // unit_rows * unit_rows
-            place = Place(b, h, n, row)
-            tile = tile_of(scratch, rows, real, min(first_keys.number, sizes.keys))
-            kv = Head(
-                keys.data[n_kv],
-                keys.start[n_kv],
-                keys.scale[n_kv],
-                keys.wide[n_kv],
-                operands.values[n_kv],
-                first_keys,
-                n_kv,
-            )
-            load_rows(operands, semantics, place, sizes.keys, tile, state)
-            ask_for_results(results.out, n, row, real, results.out.d * 4)
-            options = tile_changes(semantics, dense, place, real - 1, scratch)
-            options_end = padded_changes(options, dense.bias_end, dense.mask_end, end_at)
-            job = Job(place, tile, kv, state, changed, has_dense, dense, options, options_end)
-            attend_tile(job, operands, semantics, sizes, scratch)
-            store_rows(tile, state, place, operands.v_scale[n_kv], results)
+        options = tile_changes(semantics, dense, place, real - 1, scratch, state.base)
+        options_end = padded_changes(options, dense.bias_end, dense.mask_end, end_at)
+        return Job(place, tile, kv, state, changed, has_dense, dense, options, options_end)
+
+    @inlined
+    def store_tile(slot, operands, sizes, results, scratch):
+        place, real, n_kv = place_of(scratch.tasks[slot], operands, sizes)
+        tile = tile_of(scratch, slot, real, real, 0)
+        store_rows(tile, state_of(scratch, slot), place, operands.v_scale[n_kv], results)
+
+    @bare
+    def run_tiles(operands, semantics, sizes, counter, results, scratch):
+        """Query tiles, as long as there are any.
+
+        On AMX the blocks of up to SLOTS of them wait for one run of the stream, which fills and
+        drains once. Where it gives up, each of these tiles is done again by itself.
+        """
+        n_heads, length, _ = operands.q.shape
+        tasks = n_heads * ((length + block_q - 1) // block_q)
+        most = most_turns(block_q, 0, sizes.keys)
+        left = tasks  # that nobody has taken yet
+        waiting, turns = 0, 0  # tiles in the first slots, and their turns in the table
+        again = 0  # tiles in the first slots, at which the stream gave up
+        while left > 0 or again > 0:
+            alone, slot = again > 0, waiting
+            if alone:
+                again -= 1
+                slot = again
+            else:
+                scratch.tasks[slot] = next_task(counter)
+                left = max(0, tasks - 1 - scratch.tasks[slot])
+            first, stop = slot, slot  # slots whose tiles are finished
+            if scratch.tasks[slot] < tasks:
+                job = tile_job(slot, operands, semantics, sizes, scratch)
+                company = not alone and tasks > sizes.workers
+                with_it = attend_tile(
+                    job, operands, semantics, sizes, scratch, results, company, turns
+                )
+                if with_it > turns:
+                    waiting, turns = waiting + 1, with_it
+                else:
+                    stop = slot + 1
+            # other threads get their share of the last tasks
+            enough = left < waiting * sizes.workers if sizes.workers > 1 else left == 0
+            full = waiting == slots or turns + most > TURNS
+            if streams and waiting > 0 and (enough or full):
+                if run_turns(sizes.stream, scratch.turns[0], turns, scratch.stream):
+                    first, stop = 0, max(stop, waiting)
+                else:
+                    again = waiting
+                waiting, turns = 0, 0
+            for n in range(first, stop):
+                store_tile(n, operands, sizes, results, scratch)
 
     @inline
     def work(_, operands, semantics, sizes, counter, results):
