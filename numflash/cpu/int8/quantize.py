@@ -40,6 +40,9 @@ from .quantize_values import float_blocks, value_blocks
 F = np.float32
 I = np.int32
 PLAIN_BITS = int(F(PLAIN).view(I))
+# rows of Q whose scales are all found before the first is rounded: the way from a row to its scale,
+# with a division at its end, is long
+TOGETHER = 4 * ROWS
 AHEAD = 2 * ROWS  # so many rows ahead rows of Q are prefetched
 EVEN = 4  # tasks for each thread from which on an uneven number of them is even enough
 
@@ -92,8 +95,8 @@ class Found(NamedTuple):
 class Room(NamedTuple):
     """What a task needs besides."""
 
-    scales: np.ndarray  # (ROWS,) float32
-    factors: np.ndarray  # (ROWS,) float32
+    scales: np.ndarray  # float32, of the rows of a panel of keys, or TOGETHER queries
+    factors: np.ndarray  # float32, of the same rows
     zero: np.ndarray  # (max(D, Dv),) float32, zeros: what is taken off Q
     mean: np.ndarray  # (D,) float32
     v_factor: np.ndarray  # (Dv,) float32
@@ -148,15 +151,23 @@ def query_rows(kind: str):
     @bare
     def run(x, n, first, stop, unit, to, room):
         top, largest, d = I(0), F(0), x.d
-        row_bytes = d * size
-        for i in range(first, stop, ROWS):
-            count, here = min(ROWS, stop - i), row_at(x, n, i)
-            ask_for_rows(x, n, i + AHEAD, ROWS, row_bytes)  # read for the first time, by eights
-            zero, factors = address(room.zero), address(room.factors)
-            found = scales(here, x.row, count, d, zero, address(room.scales), factors)
+        zero, row_bytes = address(room.zero), d * size
+        for i in range(first, stop, TOGETHER):
+            count, here = min(TOGETHER, stop - i), row_at(x, n, i)
+            for r in range(0, count, ROWS):
+                # read for the first time, by eights
+                ask_for_rows(x, n, i + r + AHEAD, ROWS, row_bytes)
+                found = scales(
+                    here + r * x.row, x.row, min(ROWS, count - r), d, zero,
+                    address(room.scales) + 4 * r, address(room.factors) + 4 * r,
+                )  # fmt: skip
+                top = max(top, found)
             out = address(to.q) + (n * x.length + i) * d
-            to_int8(here, x.row, count, d, zero, factors, out, d)
-            top = max(top, found)
+            for r in range(0, count, ROWS):
+                to_int8(
+                    here + r * x.row, x.row, min(ROWS, count - r), d, zero,
+                    address(room.factors) + 4 * r, out + r * d, d,
+                )  # fmt: skip
             for r in range(count):
                 scale = room.scales[r]
                 to.q_scale[n, i + r], to.cq[n, i + r] = scale, F(scale * unit)
@@ -190,16 +201,21 @@ def key_panels(isa_name: str, kind: str):
             real = max(0, min(panel, length - p))
             if real < panel:
                 room.panel[:] = I(0)
+            here, mean = row_at(x, n, p), address(room.mean)
             for c in range(0, real, ROWS):
-                count, here = min(ROWS, real - c), row_at(x, n, p + c)
-                mean, factors = address(room.mean), address(room.factors)
-                found = scales(here, x.row, count, x.d, mean, address(room.scales), factors)
+                found = scales(
+                    here + c * x.row, x.row, min(ROWS, real - c), x.d, mean,
+                    address(room.scales) + 4 * c, address(room.factors) + 4 * c,
+                )  # fmt: skip
                 top = max(top, found)
-                out = address(room.panel) + c * words * 4
-                to_operand(here, x.row, count, x.d, mean, factors, out, words * 4)
-                for r in range(count):
-                    keys.scale[n, p + column_of[c + r]] = room.scales[r]
-                    largest = max(largest, room.scales[r])
+            for c in range(0, real, ROWS):
+                to_operand(
+                    here + c * x.row, x.row, min(ROWS, real - c), x.d, mean,
+                    address(room.factors) + 4 * c, address(room.panel) + c * words * 4, words * 4,
+                )  # fmt: skip
+            for c in range(real):
+                keys.scale[n, p + column_of[c]] = room.scales[c]
+                largest = max(largest, room.scales[c])
             for c in range(real, panel):
                 keys.scale[n, p + column_of[c]] = F(1) if p + c < x.length else F(0)
             pack_panel(room.panel, 0, words, keys.data, keys.start, n, p)
@@ -327,8 +343,8 @@ def make_quantize(isa_name: str, kind: str, form: str):
         d, dv = source.k.d, source.v.d
         columns = to.values.shape[1] // to.keys.start.shape[1]
         room = Room(
-            uncleared((ROWS,), F, "scales of rows"),
-            uncleared((ROWS,), F, "factors of rows"),
+            uncleared((max(panel, TOGETHER),), F, "scales of rows"),
+            uncleared((max(panel, TOGETHER),), F, "factors of rows"),
             zeros((max(d, dv),), F, "what is taken off Q"),
             zeros((d,), F, "means of K's channels"),
             uncleared((dv,), F, "factors of V's channels"),
