@@ -247,8 +247,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     unit = F(fx.SUM_UNIT[pv])
     unit_rows = isa.rows[-1]
     streams = isa.tiled and pv == "int8"
-    slots = SLOTS if streams else 1
-    scratch_of = make_scratch(isa_name, pv, block_q, slots)
+    scratch_of = make_scratch(isa_name, pv, block_q)
 
     @inlined
     def attend_block(job, semantics, block, left, scratch):
@@ -297,8 +296,8 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         left = False  # whether the last block's scores left int16: those of this one are likely to
         streaming = NEVER
         begin_at = span.first // KEY_BLOCK * KEY_BLOCK
-        pays = sizes.stream != 0 and span.stop - begin_at > (HALF if company else TOO_SHORT)
-        if streams and pays and not (job.changed or always_wide):
+        pays = span.stop - begin_at > (HALF if company else TOO_SHORT)
+        if streams and sizes.stream != 0 and pays and not (job.changed or always_wide):
             streaming = FROM_FIRST
         following, starting = begin_at, True
         while starting or following < span.stop:
@@ -345,6 +344,14 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         return turns
 
     @bare
+    def slots_for(operands, sizes):
+        """How many tiles may wait for a run of the stream."""
+        n_heads, length, _ = operands.q.shape
+        tiles = n_heads * ((length + block_q - 1) // block_q)
+        useful = streams and sizes.stream != 0 and sizes.keys > HALF and tiles > sizes.workers
+        return SLOTS if useful else 1
+
+    @bare
     def place_of(task, operands, sizes):
         """Where the tile of a task is, its number of rows, and its KV head."""
         length = operands.q.shape[1]
@@ -388,7 +395,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         store_rows(tile, state_of(scratch, slot), place, operands.v_scale[n_kv], results)
 
     @bare
-    def run_tiles(operands, semantics, sizes, counter, results, scratch):
+    def run_tiles(operands, semantics, sizes, counter, results, scratch, slots):
         """Query tiles, as long as there are any.
 
         On AMX the blocks of up to SLOTS of them wait for one run of the stream, which fills and
@@ -411,7 +418,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             first, stop = slot, slot  # slots whose tiles are finished
             if scratch.tasks[slot] < tasks:
                 job = tile_job(slot, operands, semantics, sizes, scratch)
-                company = not alone and tasks > sizes.workers
+                company = not alone and slots > 1
                 with_it = attend_tile(
                     job, operands, semantics, sizes, scratch, results, company, turns
                 )
@@ -434,9 +441,10 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     @inline
     def work(_, operands, semantics, sizes, counter, results):
         """One worker."""
-        scratch = scratch_of(operands.q.shape[2], results.out.d)
+        slots = slots_for(operands, sizes)
+        scratch = scratch_of(operands.q.shape[2], results.out.d, slots)
         begin()  # after what may fail: the tiles of AMX stay configured until `end`
-        run_tiles(operands, semantics, sizes, counter, results, scratch)
+        run_tiles(operands, semantics, sizes, counter, results, scratch, slots)
         end()
 
     @separate(no_cpython_wrapper=False)

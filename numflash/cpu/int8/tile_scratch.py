@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline
-from ...jit.memory import uncleared, zeros
+from ...jit.memory import uncleared
 from ...numerics.fixedpoint import FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK
@@ -72,8 +72,8 @@ def tile_of(scratch, slot, rows, real, first_keys):
 
 
 @functools.cache
-def make_scratch(isa_name: str, pv: str, block_q: int, slots: int):
-    """f(d, dv): the scratch of `slots` tiles of `block_q` rows for head sizes d and dv."""
+def make_scratch(isa_name: str, pv: str, block_q: int):
+    """f(d, dv, slots): the scratch of `slots` tiles of `block_q` rows for head sizes d and dv."""
     isa = VECTOR_ISAS[isa_name]
     step, columns_unit = isa.step, isa.unit
     vector_lanes = lanes_of(isa_name)
@@ -88,16 +88,18 @@ def make_scratch(isa_name: str, pv: str, block_q: int, slots: int):
     stream_row = 4 * BLOCK if streams else 0  # and bytes for each column of O
 
     rows = (block_q + ROWS - 1) // ROWS * ROWS
-    all_rows = slots * rows
 
     @inline
-    def scratch(d, dv):
-        lanes = vector_lanes()
+    def scratch(d, dv, slots):
+        lanes, all_rows = vector_lanes(), slots * rows
         stride, unit_columns = (d + step - 1) // step * step, columns_unit * lanes
         width = (dv + unit_columns - 1) // unit_columns * unit_columns
+        q = uncleared((all_rows, stride), operand, "INT8 query tiles")
+        if stride > d:  # channels that no query has
+            q[:] = 0
         return Scratch(
             rows,
-            zeros((all_rows, stride), operand, "INT8 query tiles"),
+            q,
             uncleared((rows, KEY_BLOCK), np.int16, "INT8 scores"),
             uncleared((rows, weights_of_row), weight, "INT8 weights"),
             uncleared((rows, KEY_BLOCK), np.float32, "INT8 wide scores"),
