@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from oracles import qkv
 
+import numflash
 from numflash import reference, tiling
 from numflash.cpu import launch
 from numflash.cpu.int8 import amx_stream
@@ -79,6 +80,35 @@ def test_scores_that_leave_int16(where):
     k[:, 0, where] *= 1000
     check((q, k, v))
     check((q * 100, k, v))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("l", "s"), [(300, 300), (128, 128), (100, 1300), (260, 2700)])
+def test_tiles_in_one_run(l, s, threads):
+    """Whole and partial tiles of several heads; of some as many as a table of turns holds."""
+    with numflash.num_threads(threads):
+        check(qkv(h=3, l=l, s=s, d=64))
+        check(qkv(h=3, l=l, s=s, d=64), is_causal=True)
+
+
+def test_tiles_that_see_nothing_among_others():
+    check(qkv(h=3, l=600, s=200, d=64), is_causal=True, alignment="lower_right")
+
+
+@pytest.mark.parametrize("heads", [[0], [2], [1, 4], [0, 1, 2, 3, 4]])
+def test_one_of_several_tiles_leaves_int16(heads):
+    """All tiles of that run are computed again, each by itself."""
+    q, k, v = qkv(h=5, l=70, s=400, d=64)
+    k[:, heads, 200] *= 1000
+    check((q, k, v))
+
+
+@pytest.mark.parametrize("head", [0, 1, 4])
+def test_a_tile_by_itself_among_others(head):
+    """A key that is not finite cuts the blocks of its head in two; tiles of other heads wait."""
+    q, k, v = qkv(h=5, l=70, s=700, d=64)
+    k[:, head, 300] = np.nan
+    check((q, k, v), key_lengths=[690])
 
 
 def test_octaves_that_grow_and_fall():

@@ -50,6 +50,7 @@ ARGUMENTS = f"{VALIDATION} {WRONG}"
 
 FLASH_INT8, FLOAT_WEIGHTS = "cpu/int8/flash_int8.py", "cpu/int8/float_weights.py"
 BEGIN_ROWS, BLOCK_SCORES = "cpu/int8/begin_rows.py", "cpu/int8/block_scores.py"
+FIRST_KEYS = "cpu/int8/first_keys.py"
 WIDE_SCORES, HIDDEN_BLOCKS = "cpu/int8/wide_scores.py", "cpu/int8/hidden_blocks.py"
 GROUP_WEIGHTS = "cpu/floats/group_weights.py"
 FUNCTION_SCORES = "cpu/int8/function_scores.py"
@@ -134,7 +135,26 @@ MUTANTS = [
         equivalent="A row without keys has the octave of hidden scores, which ends the stream: slower, same bits.",
     ),
     Mutant(STREAM, "        if kv.wide[c // KEY_BLOCK] != 0:", "        if False:", STREAM_TESTS),
-    Mutant(STREAM, "address(scratch)) < n:", "address(scratch)) < 0:", STREAM_TESTS),
+    Mutant(STREAM, "address(scratch)) == count", "address(scratch)) >= 0", STREAM_TESTS),
+    Mutant(STREAM, "BEFORE + count\n    for near", "BEFORE\n    for near", STREAM_TESTS),
+    Mutant(FLASH_INT8, "sizes, scratch.turns[1]", "sizes, scratch.turns[0]", STREAM_TESTS),
+    Mutant(FLASH_INT8, "again = waiting\n", "again = 0\n", STREAM_TESTS),
+    Mutant(
+        FLASH_INT8, "first, stop = 0, max(stop, waiting)", "first, stop = 0, waiting", STREAM_TESTS
+    ),
+    Mutant(FLASH_INT8, " or turns + most > TURNS", "", STREAM_TESTS),
+    Mutant(
+        FLASH_INT8,
+        "company and fits and first == begin_at and stop >= span.stop",
+        "company and fits and first == begin_at",
+        STREAM_TESTS,
+    ),
+    Mutant(
+        FIRST_KEYS,
+        "I64(r), last) for r in range(rows)",
+        "I64(r), I64(r)) for r in range(rows)",
+        INT8,
+    ),
     Mutant(
         STREAM, "                if sight == EDGE or", "                if False and", STREAM_TESTS
     ),
@@ -166,8 +186,8 @@ MUTANTS = [
     ),
     Mutant(
         FLASH_INT8,
-        "tile.lo[i] = max(tile.start[i], tile.first_keys)",
-        "tile.lo[i] = tile.start[i]",
+        "lo[i] = max(start[i], first_keys)",
+        "lo[i] = start[i]",
         INT8,
     ),
     Mutant(

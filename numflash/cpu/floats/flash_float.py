@@ -39,7 +39,7 @@ from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
-from ..isa.strided import ask_for_results, ask_for_rows
+from ..isa.strided import ask_for_results, ask_for_rows, row_at
 from ..isa.vectors import next_task
 from ..semantics import Dense
 from . import float_tiles as tiles

@@ -41,7 +41,6 @@ from ..isa.vectors import (
     load,
     repeat,
     shuffle,
-    splat,
     store,
     vector,
 )
@@ -173,7 +172,9 @@ def score_rows(isa_name: str):
                 lanes, done = dots.type.count, n * dots.type.count // FIRST_KEYS
                 floats, all_rows = vector(F32, lanes), lanes // FIRST_KEYS
                 s = b.sitofp(dots, floats)
-                s = b.fmul(s, shuffle(b, key_scales, key_scales, list(range(FIRST_KEYS)) * all_rows))
+                s = b.fmul(
+                    s, shuffle(b, key_scales, key_scales, list(range(FIRST_KEYS)) * all_rows)
+                )
                 own = load(b, pc, b.add(args[8], I64(done)), vector(F32, all_rows), 4)
                 of_lane = [lane // FIRST_KEYS for lane in range(lanes)]
                 s = clamp(b, b.fmul(s, shuffle(b, own, own, of_lane)), float(fx.T_LIMIT))

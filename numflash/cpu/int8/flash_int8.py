@@ -43,7 +43,6 @@ from ...tiling import KEY_BLOCK, tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, padded
 from ..isa.score_calls import all_empty
-from ..isa.strided import row_at
 from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, row_ranges, step_of
 from .amx_stream import add_turns, most_turns, run_turns, stream_blocks, stream_stop

@@ -29,7 +29,8 @@ class Scratch(NamedTuple):
     """
 
     rows: int  # of a tile
-    q: np.ndarray  # (all_rows, channels) operands of Q.K^T
+    # (all_rows, channels) operands of Q.K^T; channels that Q lacks hold anything: those of K are 0
+    q: np.ndarray
     x: np.ndarray  # (rows, KEY_BLOCK) int16 scores, Q8.8
     p: np.ndarray  # (rows, KEY_BLOCK) weights, of two planes the low one beside the high one
     wide: np.ndarray  # (rows, KEY_BLOCK) float32 scores where int16 does not hold them
@@ -94,12 +95,9 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
         lanes, all_rows = vector_lanes(), slots * rows
         stride, unit_columns = (d + step - 1) // step * step, columns_unit * lanes
         width = (dv + unit_columns - 1) // unit_columns * unit_columns
-        q = uncleared((all_rows, stride), operand, "INT8 query tiles")
-        if stride > d:  # channels that no query has
-            q[:] = 0
         return Scratch(
             rows,
-            q,
+            uncleared((all_rows, stride), operand, "INT8 query tiles"),
             uncleared((rows, KEY_BLOCK), np.int16, "INT8 scores"),
             uncleared((rows, weights_of_row), weight, "INT8 weights"),
             uncleared((rows, KEY_BLOCK), np.float32, "INT8 wide scores"),
