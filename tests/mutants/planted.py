@@ -138,15 +138,16 @@ MUTANTS = [
     Mutant(STREAM, "address(scratch)) == count", "address(scratch)) >= 0", STREAM_TESTS),
     Mutant(STREAM, "BEFORE + count\n    for near", "BEFORE\n    for near", STREAM_TESTS),
     Mutant(FLASH_INT8, "sizes, scratch.turns[1]", "sizes, scratch.turns[0]", STREAM_TESTS),
-    Mutant(FLASH_INT8, "again = waiting\n", "again = 0\n", STREAM_TESTS),
+    Mutant(FLASH_INT8, "again, slots = waiting, 1", "again, slots = 0, 1", STREAM_TESTS),
     Mutant(
         FLASH_INT8, "first, stop = 0, max(stop, waiting)", "first, stop = 0, waiting", STREAM_TESTS
     ),
     Mutant(FLASH_INT8, " or turns + most > TURNS", "", STREAM_TESTS),
+    Mutant(FLASH_INT8, "and most_turns(block_q, sizes.keys) <= TURNS", "", STREAM_TESTS),
     Mutant(
         FLASH_INT8,
-        "company and fits and first == begin_at and stop >= span.stop",
-        "company and fits and first == begin_at",
+        "if company and stop >= span.stop:",
+        "if company:",
         STREAM_TESTS,
     ),
     Mutant(

@@ -162,10 +162,9 @@ def stream_stop(tile, kv, place, functions, first, stop):
 
 
 @bare
-def most_turns(rows, first, stop):
-    """As many turns as `rows` rows of a tile and the key blocks first .. stop take at most."""
-    blocks = (stop - first + KEY_BLOCK - 1) // KEY_BLOCK
-    return (rows + BLOCK - 1) // BLOCK * blocks
+def most_turns(rows, keys):
+    """As many turns as a tile of `rows` rows takes at most."""
+    return (rows + BLOCK - 1) // BLOCK * ((keys + KEY_BLOCK - 1) // KEY_BLOCK)
 
 
 @bare

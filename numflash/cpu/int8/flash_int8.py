@@ -277,8 +277,8 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
 
         Blocks go one by one through `attend_block`. On AMX a run of blocks without options goes
         through the stream instead, which keeps scores in int16 and gives up where they leave it.
-        Where that is all blocks, and the tile may have `company`, they wait for those of other tiles.
-        Otherwise they are done here (`stream_blocks`), and what happens is in `streaming`:
+        The last run of a tile that may have `company` waits for those of other tiles. Others are
+        done here (`stream_blocks`), and what happens is in `streaming`:
 
         * FROM_FIRST: the stream takes all runs. Where it gives up, everything starts again with
           NEVER; with a function whose first block made it give up, with FROM_SECOND.
@@ -315,8 +315,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 stop = stream_stop(tile, kv, place, functions, first, span.stop)
             if streams and stop > first:
                 following = stop
-                fits = turns + most_turns(tile.rows, begin_at, span.stop) <= TURNS
-                if company and fits and first == begin_at and stop >= span.stop:
+                if company and stop >= span.stop:
                     turns = add_turns(
                         scratch.turns[0], turns, tile, kv, place, functions, sizes.keys, state, first,
                         stop,
@@ -344,11 +343,11 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
 
     @bare
     def slots_for(operands, sizes):
-        """How many tiles may wait for a run of the stream."""
+        """How many tiles may wait for a run of the stream: one table of turns has room for them."""
         n_heads, length, _ = operands.q.shape
-        tiles = n_heads * ((length + block_q - 1) // block_q)
-        useful = streams and sizes.stream != 0 and sizes.keys > HALF and tiles > sizes.workers
-        return SLOTS if useful else 1
+        several = n_heads * ((length + block_q - 1) // block_q) > sizes.workers
+        fits = sizes.keys > HALF and most_turns(block_q, sizes.keys) <= TURNS
+        return SLOTS if streams and sizes.stream != 0 and several and fits else 1
 
     @bare
     def place_of(task, operands, sizes):
@@ -402,7 +401,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         """
         n_heads, length, _ = operands.q.shape
         tasks = n_heads * ((length + block_q - 1) // block_q)
-        most = most_turns(block_q, 0, sizes.keys)
+        most = most_turns(block_q, sizes.keys)
         left = tasks  # that nobody has taken yet
         waiting, turns = 0, 0  # tiles in the first slots, and their turns in the table
         again = 0  # tiles in the first slots, at which the stream gave up
@@ -432,7 +431,8 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 if run_turns(sizes.stream, scratch.turns[0], turns, scratch.stream):
                     first, stop = 0, max(stop, waiting)
                 else:
-                    again = waiting
+                    # from now on one by one: scores of others may leave int16, too
+                    again, slots = waiting, 1
                 waiting, turns = 0, 0
             for n in range(first, stop):
                 store_tile(n, operands, sizes, results, scratch)
