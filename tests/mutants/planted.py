@@ -206,7 +206,7 @@ MUTANTS = [
     # ---- the one-pass quantiser
     Mutant(QUANTISER, "total += sums[c, e]", "total = sums[c, e]", QUANTISER_TESTS),
     Mutant(QUANTISER, "F(max(count, 1))", "F(count + 1)", QUANTISER_TESTS),
-    Mutant(QUANTISER, "max(bits[e], peaks[c, e])", "peaks[c, e]", QUANTISER_TESTS),
+    Mutant(QUANTISER, "max(bits[e], chunk[e])", "chunk[e]", QUANTISER_TESTS),
     Mutant(QUANTISER, "usable = peak > NO_SCALE", "usable = True", QUANTISER_TESTS),
     Mutant(QUANTISER, "= F(1) if p + c < x.length else F(0)", "= F(0)", QUANTISER_TESTS),
     Mutant(QUANTISER, "source.lengths[n // source.k.heads]", "source.lengths[0]", QUANTISER_TESTS),

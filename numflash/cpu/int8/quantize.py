@@ -117,21 +117,28 @@ def largest_of(x):
 @bare
 def take_mean(sums, count, mean):
     """mean = the sums of all chunks / count."""
+    number, first = F(max(count, 1)), sums[0]
     for e in range(mean.size):
-        total = 0.0
-        for c in range(sums.shape[0]):
-            total += sums[c, e]
-        mean[e] = F(F(total) / F(max(count, 1)))
+        mean[e] = first[e] / number
+    if sums.shape[0] > 1:
+        for e in range(mean.size):
+            total = 0.0
+            for c in range(sums.shape[0]):
+                total += sums[c, e]
+            mean[e] = F(F(total) / number)
 
 
 @bare
 def channel_scales(peaks, scale, factor):
     """scale = peak / 127 and factor = 127 / peak of every channel, 1 and 0 for a channel of zeros."""
-    bits = reinterpret(factor, I)
+    bits, first = reinterpret(factor, I), peaks[0]
     for e in range(scale.size):
-        bits[e] = I(0)
-        for c in range(peaks.shape[0]):
-            bits[e] = max(bits[e], peaks[c, e])
+        bits[e] = first[e]
+    for c in range(1, peaks.shape[0]):
+        chunk = peaks[c]
+        for e in range(scale.size):
+            bits[e] = max(bits[e], chunk[e])
+    for e in range(scale.size):
         peak = factor[e]
         usable = peak > NO_SCALE
         scale[e] = peak / F(127) if usable else F(1)
