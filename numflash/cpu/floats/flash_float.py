@@ -39,7 +39,7 @@ from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
-from ..isa.strided import ask_for_results, ask_for_rows, row_at
+from ..isa.strided import ask_for_results, ask_for_rows
 from ..isa.vectors import next_task
 from ..semantics import Dense
 from . import float_tiles as tiles
@@ -150,7 +150,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             before = row - sizes.workers * sizes.block_q
             ask_for_rows(x.q, n, before, sizes.block_q, x.q.d * size)  # likely this worker's next
             out_bytes = results.out.d * (2 if results.narrow else 4)
-            ask_for_results(row_at(results.out, n, row), results.out.row, tile.real, out_bytes)
+            ask_for_results(results.out, n, row, tile.real, out_bytes)
             for block in range(first // key_block * key_block, stop, key_block):
                 group_spans(semantics, dense, state, tile, block, s)
                 block_scores(state, tile, x.keys[n_kv], block, stop)

@@ -15,7 +15,6 @@ from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import FIRST_KEYS
 from ..isa.operands import Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_tile
-from ..isa.strided import ask_for_results, row_at
 from ..semantics import UNSEEN, transform_row
 from .first_keys import rows_together, score_rows, value_rows, weigh_first
 
@@ -33,10 +32,7 @@ def clear(first, stop, state):
 
 @functools.cache
 def make_begin_rows(isa_name: str, pv: str):
-    """f(q, job, semantics, x, results): the state of a tile after the first keys; x, a flat scratch.
-
-    The rows of its results are prefetched meanwhile.
-    """
+    """f(q, job, semantics, x): the state of a tile after the first keys; x, a flat scratch."""
     first_scores, first_values = score_rows(isa_name), value_rows(isa_name)
     together = rows_together(isa_name)
     weigh_four, weigh_one = (weigh_first(rows, fx.WEIGHT_ONE[pv]) for rows in (4, 1))
@@ -71,9 +67,8 @@ def make_begin_rows(isa_name: str, pv: str):
                         seen[j] = F(-np.inf)
 
     @inlined
-    def begin_rows(q, job, semantics, x, results):
-        tile, kv, state, out = job.tile, job.kv, job.state, results.out
-        result = row_at(out, job.place.n, job.place.row)
+    def begin_rows(q, job, semantics, x):
+        tile, kv, state = job.tile, job.kv, job.state
         if tile.start[0] >= tile.first_keys or tile.hi[tile.real - 1] == 0:
             clear(0, tile.rows, state)
             return
@@ -90,7 +85,6 @@ def make_begin_rows(isa_name: str, pv: str):
                 x, i * FIRST_KEYS, min(together, tile.real - i), kv.first.values, kv.number, width, o,
                 i * width,
             )  # fmt: skip
-            ask_for_results(result + i * out.row, out.row, min(together, tile.real - i), 4 * out.d)
         if no_number:
             mark_spoiled(q, job, semantics, x)
 

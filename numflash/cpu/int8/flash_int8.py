@@ -269,7 +269,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         return left
 
     @inlined
-    def attend_tile(job, operands, semantics, sizes, scratch, results, company, turns):
+    def attend_tile(job, operands, semantics, sizes, scratch, company, turns):
         """The first keys, then every block of keys that the tile's rows attend to.
 
         Returns the number of turns in the table of the stream: more than the `turns` that it has if
@@ -303,8 +303,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             # The start is an iteration of this loop, because it happens again where the stream gives up:
             # one call of `begin_rows`, whose code is inlined, serves both.
             if starting:
-                x = scratch.wide.reshape(scratch.wide.size)
-                begin_rows(operands.q, job, semantics, x, results)
+                begin_rows(operands.q, job, semantics, scratch.wide.reshape(scratch.wide.size))
                 starting = False
                 continue
             first = following
@@ -417,9 +416,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             if scratch.tasks[slot] < tasks:
                 job = tile_job(slot, operands, semantics, sizes, scratch)
                 company = not alone and slots > 1
-                with_it = attend_tile(
-                    job, operands, semantics, sizes, scratch, results, company, turns
-                )
+                with_it = attend_tile(job, operands, semantics, sizes, scratch, company, turns)
                 if with_it > turns:
                     waiting, turns = waiting + 1, with_it
                 else:

@@ -54,11 +54,12 @@ def ask_for_rows(x, n, first, count, row_bytes):
 
 
 @bare
-def ask_for_results(start, step, count, row_bytes):
-    """The same of rows that will be written, `step` bytes apart: a store waits for its cache line, too."""
+def ask_for_results(out, n, first, count, row_bytes):
+    """The same of rows that will be written: a store waits for its cache line, too."""
+    start = row_at(out, n, first)
     for i in range(count):
         for line in range(0, row_bytes, LINE):
-            prefetch_written(start + i * step + line)
+            prefetch_written(start + i * out.row + line)
 
 
 def strided(x: np.ndarray) -> Strided:
