@@ -1,7 +1,7 @@
 """The software-pipelined stream of AMX, as `flash_int8` calls it.
 
-One software-pipelined run over the key blocks that all rows of a query tile attend to and that have
-no options but a score function. This module lists those blocks in the table of turns, compiles the stream and calls it:
+One software-pipelined run over the key blocks of one or several query tiles that have no options but
+a score function. This module lists those blocks in the table of turns, compiles the stream and calls it:
 
     amx_stream_data       the table of turns, the scratch, loads and stores as LLVM instructions
     amx_stream_pieces     blocks of tile products; scores, softmax and values as vector work
