@@ -83,9 +83,11 @@ def test_scores_that_leave_int16(where):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("l", "s"), [(300, 300), (128, 128), (100, 1300), (260, 2700)])
+@pytest.mark.parametrize(
+    ("l", "s"), [(300, 300), (128, 128), (100, 1300), (260, 2700), (130, 4300)]
+)
 def test_tiles_in_one_run(l, s, threads):
-    """Whole and partial tiles of several heads; of some as many as a table of turns holds."""
+    """Whole and partial tiles of several heads; a table of turns holds several, one, or not one."""
     with numflash.num_threads(threads):
         check(qkv(h=3, l=l, s=s, d=64))
         check(qkv(h=3, l=l, s=s, d=64), is_causal=True)
