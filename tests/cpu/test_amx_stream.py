@@ -84,7 +84,7 @@ def test_scores_that_leave_int16(where):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    ("l", "s"), [(300, 300), (128, 128), (100, 1300), (260, 2700), (130, 4300)]
+    ("l", "s"), [(300, 300), (128, 128), (100, 1300), (260, 2700), (130, 8500)]
 )
 def test_tiles_in_one_run(l, s, threads):
     """Whole and partial tiles of several heads; a table of turns holds several, one, or not one."""
