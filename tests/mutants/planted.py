@@ -154,7 +154,7 @@ MUTANTS = [
         FIRST_KEYS,
         "I64(r), last) for r in range(rows)",
         "I64(r), I64(r)) for r in range(rows)",
-        INT8,
+        "tests/cpu/test_arrays_at_the_end.py",
     ),
     Mutant(
         STREAM, "                if sight == EDGE or", "                if False and", STREAM_TESTS
@@ -270,7 +270,7 @@ MUTANTS = [
         GROUP_WEIGHTS,
         "fits = bias_at + some * lanes <= bias.size",
         "fits = True",
-        "tests/cpu/test_masks_at_the_end.py",
+        "tests/cpu/test_arrays_at_the_end.py",
     ),
     Mutant(
         GROUP_WEIGHTS,

@@ -97,11 +97,11 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
         width = (dv + unit_columns - 1) // unit_columns * unit_columns
         return Scratch(
             rows,
-            uncleared((all_rows, stride), operand, "INT8 query tiles"),
+            uncleared((all_rows, stride), operand, "INT8 query tile"),
             uncleared((rows, KEY_BLOCK), np.int16, "INT8 scores"),
             uncleared((rows, weights_of_row), weight, "INT8 weights"),
             uncleared((rows, KEY_BLOCK), np.float32, "INT8 wide scores"),
-            uncleared((all_rows, width), np.float32, "INT8 output tiles"),
+            uncleared((all_rows, width), np.float32, "INT8 output tile"),
             uncleared((rows * lanes,), np.int32, "INT8 sums of weights"),
             uncleared((rows,), np.int16, "INT8 tops"),
             uncleared((5, all_rows), np.float32, "INT8 float state of rows"),
