@@ -253,24 +253,29 @@ softcap = inline(fx.softcap)
 
 
 @own
-def row_range(semantics, b, i, s):
-    """First visible key of row i and the key after the last one."""
-    centre = i + semantics.diagonal[b]
-    first = max(0, centre - semantics.left)
-    stop = min(semantics.key_lengths[b], s, centre + semantics.right + 1)
+def _keys_around(centre, left, right, count):
+    """First visible key of a row and the key after the last one; the first `count` keys exist."""
+    first, stop = max(0, centre - left), min(count, centre + right + 1)
     return first, max(first, stop)
 
 
 @own
+def row_range(semantics, b, i, s):
+    """First visible key of row i and the key after the last one."""
+    count = min(semantics.key_lengths[b], s)
+    return _keys_around(i + semantics.diagonal[b], semantics.left, semantics.right, count)
+
+
+@own
 def row_ranges(semantics, b, i, s, firsts, stops):
-    """`row_range` of row i and those after it, as many as `firsts` has: what all of them share is
-    read once, so that LLVM makes vectors of the rest.
+    """`row_range` of row i and those after it, as many as `firsts` has.
+
+    What all rows share is read once, in front of the loop, which LLVM then makes vectors of.
     """
-    centre, seen = i + semantics.diagonal[b], min(semantics.key_lengths[b], s)
-    first, stop = centre - semantics.left, centre + semantics.right + 1
+    left, right, count = semantics.left, semantics.right, min(semantics.key_lengths[b], s)
+    centre = i + semantics.diagonal[b]
     for r in range(firsts.size):
-        firsts[r] = max(0, first + r)
-        stops[r] = max(firsts[r], min(seen, stop + r))
+        firsts[r], stops[r] = _keys_around(centre + r, left, right, count)
 
 
 @own

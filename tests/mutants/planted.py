@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(FLASH_INT8, "and most_turns(block_q, sizes.keys) <= TURNS", "", STREAM_TESTS),
     Mutant(
         FLASH_INT8,
-        "if company and stop >= span.stop:",
-        "if company:",
+        "if may_wait and stop >= span.stop:",
+        "if may_wait:",
         STREAM_TESTS,
     ),
     Mutant(
@@ -233,12 +233,17 @@ MUTANTS = [
     # ---- what both share
     Mutant(
         "cpu/semantics.py",
-        "first = max(0, centre - semantics.left)",
-        "first = max(0, centre - semantics.left + 1)",
+        "max(0, centre - left)",
+        "max(0, centre - left + 1)",
         INT8,
     ),
-    Mutant("cpu/semantics.py", "centre + semantics.right + 1)", "centre + semantics.right)", INT8),
-    Mutant("cpu/semantics.py", "stop = min(semantics.key_lengths[b], s,", "stop = min(s, s,", INT8),
+    Mutant("cpu/semantics.py", "centre + right + 1)", "centre + right)", INT8),
+    Mutant(
+        "cpu/semantics.py",
+        "semantics.right, min(semantics.key_lengths[b], s)",
+        "semantics.right, s",
+        INT8,
+    ),
     Mutant(
         "cpu/semantics.py",
         "centre = i + semantics.diagonal[b]",

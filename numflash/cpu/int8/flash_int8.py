@@ -269,7 +269,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         return left
 
     @inlined
-    def attend_tile(job, operands, semantics, sizes, scratch, company, turns):
+    def attend_tile(job, operands, semantics, sizes, scratch, may_wait, turns):
         """The first keys, then every block of keys that the tile's rows attend to.
 
         Returns the number of turns in the table of the stream: more than the `turns` that it has if
@@ -277,8 +277,8 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
 
         Blocks go one by one through `attend_block`. On AMX a run of blocks without options goes
         through the stream instead, which keeps scores in int16 and gives up where they leave it.
-        The last run of a tile that may have `company` waits for those of other tiles. Others are
-        done here (`stream_blocks`), and what happens is in `streaming`:
+        The last run of a tile that `may_wait` is put into the table, behind those of other tiles, for
+        `run_tiles` to do. Others are done here (`stream_blocks`), and what happens is in `streaming`:
 
         * FROM_FIRST: the stream takes all runs. Where it gives up, everything starts again with
           NEVER; with a function whose first block made it give up, with FROM_SECOND.
@@ -295,7 +295,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         left = False  # whether the last block's scores left int16: those of this one are likely to
         streaming = NEVER
         begin_at = span.first // KEY_BLOCK * KEY_BLOCK
-        pays = span.stop - begin_at > (HALF if company else TOO_SHORT)
+        pays = span.stop - begin_at > (HALF if may_wait else TOO_SHORT)
         if streams and sizes.stream != 0 and pays and not (job.changed or always_wide):
             streaming = FROM_FIRST
         following, starting = begin_at, True
@@ -314,7 +314,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 stop = stream_stop(tile, kv, place, functions, first, span.stop)
             if streams and stop > first:
                 following = stop
-                if company and stop >= span.stop:
+                if may_wait and stop >= span.stop:
                     turns = add_turns(
                         scratch.turns[0], turns, tile, kv, place, functions, sizes.keys, state, first,
                         stop,
@@ -387,6 +387,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
 
     @inlined
     def store_tile(slot, operands, sizes, results, scratch):
+        """The results of the finished tile in a slot."""
         place, real, n_kv = place_of(scratch.tasks[slot], operands, sizes)
         tile = tile_of(scratch, slot, real, real, 0)
         store_rows(tile, state_of(scratch, slot), place, operands.v_scale[n_kv], results)
@@ -415,13 +416,13 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             first, stop = slot, slot  # slots whose tiles are finished
             if scratch.tasks[slot] < tasks:
                 job = tile_job(slot, operands, semantics, sizes, scratch)
-                company = not alone and slots > 1
-                with_it = attend_tile(job, operands, semantics, sizes, scratch, company, turns)
-                if with_it > turns:
-                    waiting, turns = waiting + 1, with_it
+                may_wait = not alone and slots > 1
+                now = attend_tile(job, operands, semantics, sizes, scratch, may_wait, turns)
+                if now > turns:
+                    waiting, turns = waiting + 1, now
                 else:
                     stop = slot + 1
-            # other threads get their share of the last tasks
+            # the last tasks are left to other threads
             enough = left < waiting * sizes.workers if sizes.workers > 1 else left == 0
             full = waiting == slots or turns + most > TURNS
             if streams and waiting > 0 and (enough or full):

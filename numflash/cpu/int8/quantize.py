@@ -118,14 +118,15 @@ def largest_of(x):
 def take_mean(sums, count, mean):
     """mean = the sums of all chunks / count."""
     number, first = F(max(count, 1)), sums[0]
-    for e in range(mean.size):
-        mean[e] = first[e] / number
-    if sums.shape[0] > 1:
+    if sums.shape[0] == 1:  # a loop that LLVM makes vectors of
         for e in range(mean.size):
-            total = 0.0
-            for c in range(sums.shape[0]):
-                total += sums[c, e]
-            mean[e] = F(F(total) / number)
+            mean[e] = first[e] / number
+        return
+    for e in range(mean.size):
+        total = 0.0
+        for c in range(sums.shape[0]):
+            total += sums[c, e]
+        mean[e] = F(F(total) / number)
 
 
 @bare

@@ -24,8 +24,8 @@ class Scratch(NamedTuple):
     """One allocation for arrays of one dtype: `state_of` and `tile_of` give their rows names.
 
     `rows` are those of the query tile, in whole groups of `ROWS`: the softmax writes what it computes
-    of a whole group, also where fewer rows are left. What a tile keeps over its blocks of keys is
-    there for each of `slots` tiles: `all_rows` of them.
+    of a whole group, also where fewer rows are left. What a tile keeps from one block of keys to the
+    next is there `slots` times, once for each tile that waits: `all_rows` = slots * rows.
     """
 
     rows: int  # of a tile
