@@ -24,6 +24,13 @@ SIZES = [(64, 64), (128, 128), (80, 33), (33, 130), (256, 256), (200, 190)]
 LONG = (amx_stream.TURNS // 3 + amx_stream.NEAR + 3) * 128 + 50  # keys: two tables of turns
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiles wait for each other where they are more than threads: on any machine."""
+    with numflash.num_threads(1):
+        yield
+
+
 @pytest.fixture
 def runs(monkeypatch):
     """The turns of every call of the stream."""
@@ -46,9 +53,10 @@ def check(arrays, **options):
     np.testing.assert_array_equal(lse, want_lse)
 
 
+@pytest.mark.parametrize("heads", [1, 3])  # a tile by itself; several in one run
 @pytest.mark.parametrize(("d", "dv"), SIZES)
-def test_every_head_size(d, dv, runs):
-    check(qkv(h=1, l=40, s=400, d=d, dv=dv))
+def test_every_head_size(d, dv, heads, runs):
+    check(qkv(h=heads, l=40, s=400, d=d, dv=dv))
     assert runs and all(runs)
 
 
