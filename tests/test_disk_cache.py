@@ -411,8 +411,8 @@ def test_the_log_names_a_kernel_and_not_its_digest():
     from numflash.jit.closures import shown_name
 
     function = make_pack_keys(8, 32, 8, 1).py_func
-    assert not function.__qualname__.endswith("pack_keys"), "a factory's kernel has a digest"
-    assert shown_name(function) == "cpu.floats.float_packing.pack_keys"
+    assert not function.__qualname__.endswith("pack_panel"), "a factory's kernel has a digest"
+    assert shown_name(function) == "cpu.floats.float_packing.pack_panel"
 
 
 def test_a_file_that_changes_after_it_was_imported_matches_no_entry(monkeypatch):

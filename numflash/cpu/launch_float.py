@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from ..interop import halves
-from ..interop.arrays import address, carray, to_float32, widen
+from ..interop.arrays import address, to_float32, widen
 from ..jit import target
 from ..jit.memory import fresh
 from ..jit.scratch import Layout, placed, scratch
@@ -20,11 +20,11 @@ from ..jit.threads import restoring_threads
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
-from .floats.call import LARGEST, LSE, NARROW, NUMBERS, PLACES, REDO, Numbers, make_call
+from .floats.call import LSE, NARROW, NUMBERS, PLACES, REDO, Numbers, make_call
 from .floats.few_rows import make_few_call
 from .floats.flash_rows import LOWEST, Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
-from .floats.float_packing import MANY_ROWS
+from .floats.float_packing import LARGEST, MANY_ROWS
 from .isa.isas import padded
 from .isa.strided import contiguous_strides, rows_of
 from .plan import ForwardPlan
@@ -119,17 +119,16 @@ class FloatPlan(ForwardPlan):
         columns = padded(dv, tiles.lanes)
         value_row = columns + tiles.spare // 2
         packed = 0 if parts else n_kv
-        contiguous = problem.value.flags.c_contiguous and length * nh // nkv < MANY_ROWS
-        self.contiguous_values = (
-            not parts and contiguous and self.kind == "float32" and columns == dv
-        )
+        line = 0
+        if self.kind == "float32" and columns == dv:
+            line = F().itemsize * (1 if length * nh // nkv < MANY_ROWS else tiles.lanes)
         self.takes = None if d % self.step else self.kind
         self.layout = Layout()
         places = self.layout.add_all(
             packed_keys=packed * panels * tiles.panel * words * 4,
             magnitudes=packed * panels * 4,
             limits=packed * 4,
-            packed_values=0 if self.contiguous_values else packed * value_rows * value_row * 4,
+            packed_values=packed * value_rows * value_row * 4,
             redo=n * length,
             counter=2 * 8,
             states=n * length * parts * (dv + 2) * 4,
@@ -146,6 +145,7 @@ class FloatPlan(ForwardPlan):
             parts=parts,
             **places,
             narrow=0,
+            line_of_values=line,
             panels=panels,
             value_rows=value_rows,
             workers=1,
@@ -168,7 +168,7 @@ class FloatPlan(ForwardPlan):
         self.call = (
             make_few_call(few_rows_isa(problem, self.isa), self.kind)
             if parts
-            else make_call(isa, self.kind, not self.contiguous_values, *changed)
+            else make_call(isa, self.kind, *changed)
         )
 
     def _packed(self, seen: int) -> tuple[int, int]:
@@ -208,7 +208,7 @@ class FloatPlan(ForwardPlan):
         q, k, v = (rows_of(x, self.operand) for x in (query, key, value))
         if key.shape[3] % self.step:
             k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
-        return q, k, carray(v) if self.contiguous_values else v
+        return q, k, v
 
     def run_at(
         self,

@@ -50,8 +50,6 @@ class Int8Plan(ForwardPlan):
 
     """
 
-    contiguous_values = False
-
     def __init__(self, problem: Problem, isa: str) -> None:
         super().__init__()
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape

@@ -105,13 +105,11 @@ class ForwardPlan(KernelPlan):
     strides : of q, k, v and out where these are contiguous
     takes : "float32", "bfloat16" or None
         The dtype of arrays, or tensors, that `run_at` takes as they are.
-    contiguous_values : V is read where it is, and has to be contiguous
     narrows : whether `run_at` can write bfloat16
     """
 
     strides: np.ndarray
     takes: str | None
-    contiguous_values: bool
     narrows: bool = False
 
     def run(

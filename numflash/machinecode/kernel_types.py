@@ -72,14 +72,16 @@ def attend_int8(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
 def attend_floats(kind: str) -> tuple[Any, ...]:
     """The fused float kernel of packed operands: `make_attend` of `cpu.floats.flash_float`."""
     element = "float32" if kind == "float32" else "uint16"
-    x = ROWS_IN_PLACE, array(element, 2), array("float32", 1), array(element, 2)
+    packed = array(element, 2)
+    found = array("uint32", 2), array("float32", 1), array("int64", 1), types.float64
+    x = *[ROWS_IN_PLACE] * 3, packed, packed, *found
     results = ROWS_IN_PLACE, array("float32", 2), array("uint8", 2), FLAG
     return (
         containers.NamedTuple(x, float_state.Operands),
         containers.NamedTuple(results, float_state.Results),
         FLOAT,
         semantics(),
-        containers.NamedUniTuple(INT, len(float_state.Sizes._fields), float_state.Sizes),
+        containers.NamedTuple((*[INT] * 7, FLAG, FLAG), float_state.Sizes),
         array("int64", 1),
     )
 

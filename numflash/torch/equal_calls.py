@@ -133,8 +133,6 @@ def run(
     out = result_like(query, value.shape[3], dtype if narrow else torch.float32)
     if not whole or dtype is not kind:
         query, key, value = in_rows(query, kind), in_rows(key, kind), in_rows(value, kind)
-        if runner.contiguous_values:
-            value = value.contiguous()
     with_lse = with_lse or sinks is not None
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if with_lse else None
     places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()

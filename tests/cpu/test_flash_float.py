@@ -15,10 +15,12 @@ from oracles import TAILS, draw, qkv
 from numflash import reference, validation
 from numflash.cpu import launch_float
 from numflash.cpu.floats.float_isas import FLOAT_ISAS
+from numflash.cpu.floats.float_packing import MANY_ROWS
 from numflash.cpu.floats.float_rows import row_exp
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.interop.arrays import convert, widen
 from numflash.jit import target
+from numflash.jit.memory import LINE
 from numflash.validation.options import Options
 
 F = np.float32
@@ -272,6 +274,47 @@ def test_strides_of_every_kind():
         lambda x: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
     ):
         assert np.array_equal(launch_float.run(make(change(q), change(k), change(v)))[0], want)
+
+
+def at_byte(x, offset):
+    """The array `offset` bytes after a cache line."""
+    room = np.zeros(x.nbytes + 2 * LINE, np.uint8)
+    start = -room.ctypes.data % LINE + offset
+    placed = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    placed[...] = x
+    return placed
+
+
+@pytest.mark.parametrize("rows", [6, MANY_ROWS])
+def test_values_in_place_and_packed_give_equal_bits(rows):
+    """In place where they are one block that begins at a cache line, or anywhere for few queries."""
+    q, k, v = qkv(b=2, h=2, l=rows, s=130, d=64)
+    want, _ = launch_float.run(make(q, k, np.asfortranarray(v)))
+    by_batch, by_head = np.zeros((2, 3, 130, 64), F), np.zeros((2, 2, 140, 64), F)
+    by_batch[:, :2], by_head[:, :, :130] = v, v
+    for given in (at_byte(v, 0), at_byte(v, 4), by_batch[:, :2], by_head[:, :, :130]):
+        assert np.array_equal(launch_float.run(make(q, k, given))[0], want)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_heads_that_workers_pack_themselves(precision, heads):
+    """Equal numbers of heads of one length are packed by the workers, others by all threads before."""
+    q, k, v = qkv(b=2, h=2 * heads, hkv=heads, l=140, s=400, d=40)
+    apart = [
+        launch_float.run(make(q[:, 2 * h : 2 * h + 2], k[:, [h]], v[:, [h]], precision))
+        for h in range(heads)
+    ]
+    want = [np.concatenate(x, 1) for x in zip(*apart, strict=True)]
+    for key_lengths in (None, [400, 400]):
+        for _ in range(8):  # that two workers take both halves at once is up to the threads
+            got = launch_float.run(make(q, k, v, precision, key_lengths=key_lengths))
+            assert all(np.array_equal(x, y) for x, y in zip(got, want, strict=True))
+    got = launch_float.run(make(q, k, v, precision, key_lengths=[400, 33]))
+    for b, length in enumerate((400, 33)):
+        alone = q[[b]], k[[b], :, :length], v[[b], :, :length]
+        want = launch_float.run(make(*alone, precision))
+        assert all(np.array_equal(x[[b]], y) for x, y in zip(got, want, strict=True))
 
 
 def test_bfloat16_rows_that_begin_within_words():

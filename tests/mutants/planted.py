@@ -257,6 +257,42 @@ MUTANTS = [
         "tests/cpu/test_flash_float.py -k masks_of_every_shape",
     ),
     # ---- the float kernels
+    Mutant(
+        "cpu/isa/strided.py",
+        "return follows and x.batch == x.heads * x.head",
+        "return follows",
+        "tests/cpu/test_flash_float.py -k values_in_place",
+    ),
+    Mutant(
+        "cpu/isa/strided.py",
+        "follows = x.row == x.d * size and x.head == x.length * x.row",
+        "follows = x.row == x.d * size",
+        "tests/cpu/test_flash_float.py -k values_in_place",
+    ),
+    Mutant(
+        "cpu/floats/flash_float.py",
+        "x.values[n_kv if sizes.in_place else slot]",
+        "x.values[slot]",
+        "tests/cpu/test_flash_float.py -k values_in_place",
+    ),
+    Mutant(
+        "cpu/floats/flash_float.py",
+        "slot = worker\n",
+        "slot = 0\n",
+        "tests/cpu/test_flash_float.py -k heads_that_workers",
+    ),
+    Mutant(
+        "cpu/floats/float_packing.py",
+        "top = max(top, magnitudes[p])",
+        "top = magnitudes[p]",
+        FLOATS,
+    ),
+    Mutant(
+        "cpu/isa/dot_loop.py",
+        "first = b.mul(turns, I64(unroll))",
+        "first = b.mul(b.add(turns, I64(1)), I64(unroll))",
+        FLOATS,
+    ),
     Mutant(GROUP_WEIGHTS, "row[t] = row[t] * shrink", "row[t] = row[t]", FLOATS),
     Mutant(GROUP_WEIGHTS, "sums[t] = sums[t] * shrink", "sums[t] = sums[t]", FLOATS),
     Mutant(
@@ -939,12 +975,6 @@ MUTANTS = [
         "if n == MASK and x.dtype not in (torch.bool, torch.float32, dtype):",
         "if False:",
         "tests/pytorch/test_equal_calls.py",
-    ),
-    Mutant(
-        "torch/equal_calls.py",
-        "        if runner.contiguous_values:\n            value = value.contiguous()\n",
-        "",
-        "tests/pytorch/test_equal_calls.py -k any_layout",
     ),
     Mutant(
         "torch/tensors.py",

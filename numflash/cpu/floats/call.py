@@ -18,16 +18,15 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.memory import array_at, reinterpret, unpacked
 from ...jit.parallel import limit_threads, use_threads
-from ..isa.strided import strided_at
+from ..isa.strided import is_one_block, strided_at
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
 from .float_isas import FLOAT_ISAS
-from .float_packing import make_pack_keys, pack_columns, pack_pairs
 from .float_state import Operands, Results, Sizes
 
 F = np.float32
-LARGEST = 2.0**120  # scores and their sums stay below
 TASKS = 4  # query tiles for each thread, at least
+MANY_HEADS = 8  # for each thread, of any lengths: they are shared out evenly enough
 
 
 class Numbers(NamedTuple):
@@ -56,6 +55,7 @@ class Numbers(NamedTuple):
     spoiled: int
     lse: int  # where the caller needs none
     narrow: int  # whether the result is bfloat16
+    line_of_values: int  # what V's address is a multiple of where it is read in place; 0: packed
     panels: int  # of packed keys, per head; from here on what the options' arrays decide
     value_rows: int  # of packed V, per head
     workers: int  # at most
@@ -108,8 +108,19 @@ def rows_per_task(block_q, mr, n, length, workers):
     return min(rows, (length + mr - 1) // mr * mr)
 
 
+@bare
+def heads_are_shared_out(n_kv, workers, stops):
+    """Whether each worker takes whole KV heads: all get as many of the same length, or there are many."""
+    if workers == 1 or n_kv >= MANY_HEADS * workers:
+        return True
+    for b in range(1, stops.size):
+        if stops[b] != stops[0]:
+            return False
+    return n_kv % workers == 0
+
+
 @functools.cache
-def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable[..., bool]:
+def make_call(isa: str, kind: str, key_block: int = 0) -> Callable[..., bool]:
     """call(q, k, v, out, lse, room, numbers, strides, factors) -> whether a row is to be done again
     in float64.
 
@@ -118,17 +129,13 @@ def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable
         of out (B, H, L, Dv) float32, or bits of bfloat16 as the numbers say, and lse (B, H, L) float32;
         of scratch memory
     strides : of q, k, v and out, as `strided_at` takes them
-    packed : V is packed, not read where it is: there it has to be contiguous
     key_block : keys of a block, 0 for the tiling's
     """
     tiles = FLOAT_ISAS[isa]
     panel = tiles.panel
-    group = tiles.group
     rows_of_tile = tiles.rows
-    operand: type[np.generic] = np.float32 if group == 1 else np.uint16
-    pack_keys = make_pack_keys(tiles.square, panel, tiles.unit, group)
+    operand: type[np.generic] = np.float32 if tiles.group == 1 else np.uint16
     attend = make_attend(isa, kind, key_block) if key_block else make_attend(isa, kind)
-    pack_values = pack_columns if group == 1 else pack_pairs
 
     @kernel
     def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, strides, factors):
@@ -143,34 +150,38 @@ def make_call(isa: str, kind: str, packed: bool, key_block: int = 0) -> Callable
         counter[1] = 0
         stops = array_at(p.stops, (p.batch,), np.int64)
         q, k, v, out = operands_at(p, strides, q_at, k_at, v_at, out_at, p.key_words)
-        keys = array_at(room + p.packed_keys, (n_kv, p.panels * panel * p.words), np.uint32)
-        magnitudes = array_at(room + p.magnitudes, (n_kv, p.panels), np.uint32)
-        pack_keys(k, stops, p.words, keys.reshape(keys.size), magnitudes)
-        limits = array_at(room + p.limits, (n_kv,), np.float32)
-        largest = reinterpret(magnitudes, np.float32)
-        for i in range(n_kv):
-            for j in range(1, p.panels):
-                magnitudes[i, 0] = max(magnitudes[i, 0], magnitudes[i, j])
-            products = np.float64(largest[i, 0]) * p.head_dim * max(1.0, abs(f.scale))
-            limits[i] = F(LARGEST / products)
-        if packed:
-            rows_of_v = array_at(
-                room + p.packed_values, (n_kv, p.value_rows, p.value_row), np.uint32
-            )
-            pack_values(v, stops, rows_of_v)
-            values = reinterpret(rows_of_v.reshape(n_kv, p.value_rows * p.value_row), operand)
-        else:
+        by_head = heads_are_shared_out(n_kv, workers, stops)
+        slots = workers if by_head else n_kv
+        line = p.line_of_values
+        in_place = line > 0 and v_at % line == 0 and is_one_block(v, 4)
+        if in_place:
             values = array_at(v_at, (n_kv, p.keys * p.value_dim), operand)
+        else:
+            words = array_at(room + p.packed_values, (slots, p.value_rows * p.value_row), np.uint32)
+            values = reinterpret(words, operand)
+        keys = array_at(room + p.packed_keys, (slots, p.panels * panel * p.words), np.uint32)
         semantics = semantics_at(o, f.softcap, False)
-        operands = Operands(q, reinterpret(keys, operand), limits, values)
+        operands = Operands(
+            q,
+            k,
+            v,
+            reinterpret(keys, operand),
+            values,
+            array_at(room + p.magnitudes, (slots, p.panels), np.uint32),
+            array_at(room + p.limits, (slots,), np.float32),
+            stops,
+            p.head_dim * max(1.0, abs(f.scale)),
+        )
         results = Results(
             out,
             array_at(lse_at, (n, p.length), np.float32),
             array_at(room + p.redo, (n, p.length), np.uint8),
             p.narrow != 0,
         )
-        rows = rows_per_task(p.block_q, rows_of_tile, n, p.length, workers)
-        sizes = Sizes(p.heads, p.kv_heads, p.keys, p.columns, p.value_row, rows, workers)
+        rows = rows_per_task(p.block_q, rows_of_tile, n, p.length, 1 if by_head else workers)
+        sizes = Sizes(
+            p.heads, p.kv_heads, p.keys, p.columns, p.value_row, rows, workers, by_head, in_place
+        )
         attend(operands, results, F(f.scale), semantics, sizes, counter)
         if workers < threads:
             use_threads(threads)

@@ -14,11 +14,13 @@ block:
 
 and at the end of a tile out = O / l, lse = (m + log2(l)) * ln 2.
 
-K and V come from beyond L2 once per query tile, so the tile is large. Its rows go in groups, as
-many as a register tile has (6, or 32 with AMX). The maximum is followed only when it grows by more
-than 8 octaves: p stays below 2**8, and O is hardly ever rescaled. Keys that no row of a group can
-see are neither multiplied nor read, nor panels at the ends of a key block that a dense mask hides
-from all of them.
+A worker packs K and V of one head and computes all query tiles that need them, so that they stay in
+L2 as far as they fit. Where workers would not get equally many heads, all heads are packed first and a
+task is one query tile. Longer K and V come from beyond L2 once per query tile, so the tile is large.
+Its rows go in groups, as many as a register tile has (6, or 32 with AMX). The maximum is followed only
+when it grows by more than 8 octaves: p stays below 2**8, and O is hardly ever rescaled. Keys that no
+row of a group can see are neither multiplied nor read, nor panels at the ends of a key block that a
+dense mask hides from all of them.
 
 What float32 cannot hold (scores that overflow, NaN or infinity in a hidden value, a row of biases
 near the lowest float) is noticed per row, by the largest magnitudes or by the result itself, and
@@ -39,11 +41,11 @@ from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
-from ..isa.strided import ask_for_results, ask_for_rows
 from ..isa.vectors import next_task
 from ..semantics import Dense
 from . import float_tiles as tiles
 from .float_isas import FLOAT_ISAS
+from .float_packing import make_packing
 from .float_state import Group, State, Tile
 from .group_weights import make_group_weights
 from .key_spans import make_group_spans
@@ -73,10 +75,11 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     value1, value2, value4 = (tiles.value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     half = max(1, nv // 2) * lanes
     begin_tiles, end_tiles = tile_state(name)
-    operand, size = (np.float32, 4) if group == 1 else (np.uint16, 2)
+    operand = np.float32 if group == 1 else np.uint16
     group_spans = make_group_spans(name, key_block)
     group_weights = make_group_weights(name, key_block)
     load_tile, store_rows = make_query_rows(name)
+    pack_head, pack_all = make_packing(name)
 
     @inlined
     def scores(state, g, k, first, stop, to):
@@ -130,41 +133,50 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             t += width
 
     @bare
-    def run_tiles(x, results, c, semantics, sizes, counter, state, dense):
-        """Query tiles, as long as there are any: the loop of this file's description."""
+    def run_tile(n, slot, row, x, results, c, semantics, sizes, counter, state, dense):
+        """One query tile of head n, from `row` on: the loop of this file's description."""
+        s = sizes.keys
+        n_kv = n // (sizes.heads // sizes.kv_heads)
+        tile = Tile(n, n // sizes.heads, n % sizes.heads, row, min(sizes.block_q, x.q.length - row))
+        keys, values = x.keys[slot], x.values[n_kv if sizes.in_place else slot]
+        shifted = semantics.has_bias or semantics.slopes.size > 0
+        limit = reinterpret(x.limits, np.uint32)[slot]
+        first, stop = load_tile(x.q, limit, semantics, tile, s, state)
+        for block in range(first // key_block * key_block, stop, key_block):
+            group_spans(semantics, dense, state, tile, block, s)
+            block_scores(state, tile, keys, block, stop)
+            for g in range(0, tile.real, mr):
+                seen, seen_stop = state.first[g // mr], state.stop[g // mr]
+                if seen < seen_stop:
+                    rows = Group(g, min(mr, tile.real - g), seen, seen_stop, block)
+                    group_weights(semantics, dense, tile, rows, c, state)
+                    state.first[g // mr] += state.skip[g // mr]
+            add_values(state, tile, values, block, sizes.columns, sizes.value_row)
+        store_rows(tile, shifted, state, counter, results)
+
+    @bare
+    def run_tiles(worker, x, results, c, semantics, sizes, counter, state, dense):
+        """Query tiles, or all tiles of the heads that share a KV head, as long as there are any."""
         n_heads, length = results.lse.shape
         tiles = (length + sizes.block_q - 1) // sizes.block_q
-        shifted = semantics.has_bias or semantics.slopes.size > 0
-        s = sizes.keys
+        group = sizes.heads // sizes.kv_heads
+        together = group * tiles if sizes.by_head else 1
         while True:
             task = next_task(counter)
-            if task >= n_heads * tiles:
+            if task * together >= n_heads * tiles:
                 break
-            n = task // tiles
-            row = (tiles - 1 - task % tiles) * sizes.block_q  # the longest causal tiles first
-            b, h = n // sizes.heads, n % sizes.heads
-            n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
-            tile = Tile(n, b, h, row, min(sizes.block_q, length - row))
-            limit = reinterpret(x.limits, np.uint32)[n_kv]
-            first, stop = load_tile(x.q, limit, semantics, tile, s, state)
-            before = row - sizes.workers * sizes.block_q
-            ask_for_rows(x.q, n, before, sizes.block_q, x.q.d * size)  # likely this worker's next
-            out_bytes = results.out.d * (2 if results.narrow else 4)
-            ask_for_results(results.out, n, row, tile.real, out_bytes)
-            for block in range(first // key_block * key_block, stop, key_block):
-                group_spans(semantics, dense, state, tile, block, s)
-                block_scores(state, tile, x.keys[n_kv], block, stop)
-                for g in range(0, tile.real, mr):
-                    seen, seen_stop = state.first[g // mr], state.stop[g // mr]
-                    if seen < seen_stop:
-                        rows = Group(g, min(mr, tile.real - g), seen, seen_stop, block)
-                        group_weights(semantics, dense, tile, rows, c, state)
-                        state.first[g // mr] += state.skip[g // mr]
-                add_values(state, tile, x.values[n_kv], block, sizes.columns, sizes.value_row)
-            store_rows(tile, shifted, state, counter, results)
+            slot = task * together // (group * tiles)
+            if sizes.by_head:
+                slot = worker
+                pack_head(x, sizes, task, slot)
+            for i in range(task * together, (task + 1) * together):
+                row = (tiles - 1 - i % tiles) * sizes.block_q  # the longest causal tiles first
+                run_tile(
+                    i // tiles, slot, row, x, results, c, semantics, sizes, counter, state, dense
+                )
 
     @inline
-    def work(_, x, results, c, semantics, sizes, counter):
+    def work(worker, x, results, c, semantics, sizes, counter):
         """One worker."""
         stride, block_q = (x.q.d + step - 1) // step * step, sizes.block_q
         scores = uncleared((block_q * apart,), np.float32, "float scores")
@@ -189,7 +201,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             uncleared((lanes,), np.float32, "float last part of the bias"),
         )
         begin_tiles()  # after what may fail: the tiles of AMX stay configured until `end_tiles`
-        run_tiles(x, results, c, semantics, sizes, counter, state, dense)
+        run_tiles(worker, x, results, c, semantics, sizes, counter, state, dense)
         end_tiles()
 
     @separate(no_cpython_wrapper=False)
@@ -199,6 +211,8 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         x Operands; results Results; c float32 scale * log2(e); counter (2,) int64 zeros, the second
         1 afterwards if there is a row to redo.
         """
+        if not sizes.by_head:
+            pack_all(x, sizes)
         over_tasks(work, sizes.workers, (x, results, c, semantics, sizes, counter))
 
     return attend

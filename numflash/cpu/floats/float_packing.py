@@ -14,15 +14,18 @@ import functools
 import numpy as np
 
 from ...jit.compiler import bare, separate
-from ...jit.memory import array_at
+from ...jit.memory import array_at, reinterpret
 from ...jit.parallel import over_tasks
 from ..isa.strided import row_at
 from ..isa.transpose import transpose
+from .float_isas import FLOAT_ISAS
 
+F = np.float32
 U = np.uint32
 INFINITY = U(0x7F800000)
+MANY_ROWS = 384  # so many queries pay for moving V to cache lines: fewer vectors of it are split
 ROWS = 32  # of packed V that a task writes
-MANY_ROWS = 2048  # so many queries pay for moving V to cache lines: fewer vectors of it are split
+LARGEST = 2.0**120  # scores and their sums stay below
 
 
 @bare
@@ -41,8 +44,10 @@ def largest(words, group):
 
 @functools.cache
 def make_pack_keys(side: int, panel: int, unit: int, group: int):
-    """pack_keys(k, stops, sizes, out, most): panels of `panel` keys, transposed by squares of `side`
-    words, which hold `group` numbers each; what follows the last key's `unit` is not written.
+    """pack_panel(k, n, p, stop, words, out) -> bits of the largest magnitude: panel p of head n.
+
+    A panel has `panel` keys, transposed by squares of `side` words, which hold `group` numbers each; what
+    follows the last key's `unit` is not written. out (panels * words * panel,) uint32 is the head's.
     """
     square, last_square = transpose(side), transpose(side, partial=True)
 
@@ -57,13 +62,11 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
         return top
 
     @bare
-    def pack_panel(task, k, stops, words, out, most):
-        n, p = task // most.shape[1], task % most.shape[1]
+    def pack_panel(k, n, p, stop, words, out):
         first, real, stride = p * panel, k.d, k.row // 4
-        count = max(0, min(panel, stops[n // k.heads] - first))
-        start, target = row_at(k, n, first), task * panel * words
+        count = max(0, min(panel, stop - first))
+        start, target = row_at(k, n, first), first * words
         source = array_at(start, (count * real,), U)
-        most[n, p] = largest_of(k, n, first, count)
         whole, columns = count // side * side, real // side * side
         end = (count + unit - 1) // unit * unit
         for c in range(0, whole, side):
@@ -78,27 +81,17 @@ def make_pack_keys(side: int, panel: int, unit: int, group: int):
             for e in range(columns, real):
                 out[target + e * panel + r] = row[e]
         out[target + real * panel : target + words * panel] = U(0)
+        return largest_of(k, n, first, count)
 
-    @separate(no_cpython_wrapper=False)
-    def pack_keys(k, stops, words, out, most):
-        """k (B, Hkv, S, up to `words`) uint32 -> out (N * panels * words * panel,), padded with zeros; most
-        (N, panels) bits.
-
-        N = B * Hkv; stops (B,) keys of each batch that can be seen.
-        """
-        over_tasks(pack_panel, most.size, (k, stops, words, out, most))
-
-    return pack_keys
+    return pack_panel
 
 
 @bare
-def _pack_columns(task, v, stops, out):
-    keys = out.shape[1]
-    parts = (keys + ROWS - 1) // ROWS
-    n, first = task // parts, task % parts * ROWS
-    start, stop = row_at(v, n, 0), stops[n // v.heads]
-    for j in range(first, min(first + ROWS, keys)):
-        row, real = out[n, j], v.d if j < stop else 0
+def pack_columns(v, n, first, stop, out):
+    """Rows `first` to first + ROWS - 1 of head n, 32-bit words -> out (keys, columns), padded with zeros."""
+    start = row_at(v, n, 0)
+    for j in range(first, min(first + ROWS, out.shape[0])):
+        row, real = out[j], v.d if j < stop else 0
         source = array_at(start + j * v.row, (real,), U)
         for t in range(real):
             row[t] = source[t]
@@ -106,20 +99,14 @@ def _pack_columns(task, v, stops, out):
             row[t] = U(0)
 
 
-@separate(no_cpython_wrapper=False)
-def pack_columns(v, stops, out):
-    """v (B, Hkv, S, Dv) 32-bit words -> out (B * Hkv, keys, columns), padded with zeros."""
-    over_tasks(_pack_columns, out.shape[0] * ((out.shape[1] + ROWS - 1) // ROWS), (v, stops, out))
-
-
 @bare
-def _pack_pairs(task, v, stops, out):
-    pairs = out.shape[1]
-    parts = (pairs + ROWS - 1) // ROWS
-    n, first = task // parts, task % parts * ROWS
-    start, stop = row_at(v, n, 0), stops[n // v.heads]
-    for p in range(first, min(first + ROWS, pairs)):
-        row, real = out[n, p], v.d if 2 * p < stop else 0
+def pack_pairs(v, n, first, stop, out):
+    """Pairs `first` to first + ROWS - 1 of 16-bit rows of head n -> out (pairs, columns) uint32, padded with
+    zeros.
+    """
+    start = row_at(v, n, 0)
+    for p in range(first, min(first + ROWS, out.shape[0])):
+        row, real = out[p], v.d if 2 * p < stop else 0
         low = array_at(start + 2 * p * v.row, (real,), np.uint16)
         if 2 * p + 1 < stop:
             high = array_at(start + (2 * p + 1) * v.row, (real,), np.uint16)
@@ -132,7 +119,72 @@ def _pack_pairs(task, v, stops, out):
             row[t] = U(0)
 
 
-@separate(no_cpython_wrapper=False)
-def pack_pairs(v, stops, out):
-    """v (B, Hkv, S, Dv) uint16 -> out (B * Hkv, pairs, columns) uint32, padded with zeros."""
-    over_tasks(_pack_pairs, out.shape[0] * ((out.shape[1] + ROWS - 1) // ROWS), (v, stops, out))
+@functools.cache
+def make_packing(name: str):
+    """(pack_head, pack_all) for register tiles of `name`.
+
+    pack_head(x, sizes, n, slot) : K, and V unless that is read in place, of KV head n to `slot`
+    pack_all(x, sizes) : all KV heads, each to the slot of its number, on all threads
+    """
+    isa = FLOAT_ISAS[name]
+    panel = isa.panel
+    pack_panel = make_pack_keys(isa.square, panel, isa.unit, isa.group)
+    pack_rows = pack_columns if isa.group == 1 else pack_pairs
+
+    @bare
+    def pack_keys(x, n, slot, p):
+        words = reinterpret(x.keys, U)[slot]
+        magnitudes = x.magnitudes[slot]
+        row = words.size // (magnitudes.size * panel)
+        stop = x.stops[n // x.k.heads]
+        magnitudes[p] = pack_panel(x.k, n, p, stop, row, words)
+
+    @bare
+    def pack_values(x, sizes, n, slot, part):
+        words = reinterpret(x.values, U)[slot]
+        rows = words.reshape(words.size // sizes.value_row, sizes.value_row)
+        pack_rows(x.v, n, part * ROWS, x.stops[n // x.v.heads], rows)
+
+    @bare
+    def value_parts(x, sizes):
+        """Tasks that pack V of a head; none where it is read in place."""
+        if sizes.in_place:
+            return 0
+        rows = reinterpret(x.values, U).shape[1] // sizes.value_row
+        return (rows + ROWS - 1) // ROWS
+
+    @bare
+    def set_limit(x, slot):
+        """The largest |q| whose scores with the keys of a slot stay finite."""
+        top, magnitudes = F(0), reinterpret(x.magnitudes, F)[slot]
+        for p in range(magnitudes.size):
+            top = max(top, magnitudes[p])
+        x.limits[slot] = F(LARGEST / (np.float64(top) * x.terms))
+
+    @bare
+    def pack_head(x, sizes, n, slot):
+        for p in range(x.magnitudes.shape[1]):
+            pack_keys(x, n, slot, p)
+        for part in range(value_parts(x, sizes)):
+            pack_values(x, sizes, n, slot, part)
+        set_limit(x, slot)
+
+    @bare
+    def pack_part(task, x, sizes):
+        """One panel of K, or a part of V, of some head."""
+        panels = x.magnitudes.shape[1]
+        parts = panels + value_parts(x, sizes)
+        n, part = task // parts, task % parts
+        if part < panels:
+            pack_keys(x, n, n, part)
+        else:
+            pack_values(x, sizes, n, n, part - panels)
+
+    @separate
+    def pack_all(x, sizes):
+        heads, panels = x.magnitudes.shape
+        over_tasks(pack_part, heads * (panels + value_parts(x, sizes)), (x, sizes))
+        for n in range(heads):
+            set_limit(x, n)
+
+    return pack_head, pack_all

@@ -10,17 +10,26 @@ from ..isa.strided import Strided
 
 
 class Operands(NamedTuple):
-    """Of N query heads and Nkv KV heads.
+    """Of N query heads and Nkv KV heads; a slot has the packed operands of one KV head.
 
-    q : (B, H, L, D) float32, or uint16 bits of bfloat16
-    keys, values : (Nkv, ...) packed
-    limits : (Nkv,) float32 largest |q| whose scores stay finite
+    q, k, v : (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv) float32, or bits of bfloat16: K and V as they
+        are packed, in words of 32 bits where two numbers are one operand
+    keys, values : (slots, ...) operands, or V itself (Nkv, S * Dv)
+    magnitudes : (slots, panels) uint32 bits of the largest finite |k| of each panel
+    limits : (slots,) float32 largest |q| whose scores stay finite
+    stops : (B,) int64 keys of each batch that can be seen
+    terms : products that a score adds up, times its scale where that is above 1
     """
 
     q: Strided
+    k: Strided
+    v: Strided
     keys: np.ndarray
-    limits: np.ndarray
     values: np.ndarray
+    magnitudes: np.ndarray
+    limits: np.ndarray
+    stops: np.ndarray
+    terms: float
 
 
 class Results(NamedTuple):
@@ -35,8 +44,14 @@ class Results(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Heads of a batch, keys S, columns of a row of V, the same with what is spare behind them, rows of
-    a tile (whole groups), workers.
+    """What the arrays do not say.
+
+    heads, kv_heads, keys : of a batch
+    columns, value_row : of a row of V, without and with what is spare behind them
+    block_q : rows of a query tile, whole groups
+    workers : threads at most
+    by_head : whether a worker packs the KV head whose tiles it computes, in the slot of its own
+    in_place : whether `values` is V itself
     """
 
     heads: int
@@ -46,6 +61,8 @@ class Sizes(NamedTuple):
     value_row: int
     block_q: int
     workers: int
+    by_head: bool
+    in_place: bool
 
 
 class Tile(NamedTuple):

@@ -21,7 +21,7 @@ class Panel(NamedTuple):
     stride: Any = None
 
 
-def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=None):
+def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=None, unroll=1):
     """Sums of a tile, nv registers a row, over `groups` >= 1 steps; they begin with the list `init`.
 
     Yields the nv final values of each row. Elements of both are operands, 4 / group bytes each.
@@ -31,6 +31,7 @@ def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=Non
 
     beside : (count, emit); emit(n) for every n below `count` runs beside `BESIDE` steps, of which
         there must be enough
+    unroll : steps of one turn of the loop
     """
     pb, b_off, b_stride = panel
     mr, width = len(init) // nv, 4 // isa.group  # rows, and bytes of an element
@@ -58,6 +59,11 @@ def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=Non
             sums = following(b.add(b.mul(n, I64(BESIDE)), I64(g)), sums)
         return sums
 
+    def turn(n, sums):
+        for i in range(unroll):
+            sums = following(b.add(b.mul(n, I64(unroll)), I64(i)), sums)
+        return sums
+
     last = b.sub(groups, I64(1))
     first = I64(0)
     sums = init
@@ -65,4 +71,8 @@ def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=Non
         count, emit = beside
         first = b.mul(count, I64(BESIDE))
         sums = repeat(b, I64(0), count, sums, steps)
+    if unroll > 1:
+        turns = b.udiv(last, I64(unroll))
+        sums = repeat(b, I64(0), turns, sums, turn)
+        first = b.mul(turns, I64(unroll))
     yield from step(last, repeat(b, first, last, sums, following))

@@ -9,7 +9,7 @@ import numpy as np
 from ...interop.arrays import WORD, carray, to_float32, writable
 from ...jit.compiler import bare, own
 from ...jit.memory import LINE
-from .vectors import prefetch_line, prefetch_written
+from .vectors import prefetch_line
 
 
 class Strided(NamedTuple):
@@ -44,6 +44,13 @@ def row_at(x, n, i):
 
 
 @bare
+def is_one_block(x, size):
+    """Whether rows of elements of `size` bytes follow each other without gaps."""
+    follows = x.row == x.d * size and x.head == x.length * x.row
+    return follows and x.batch == x.heads * x.head
+
+
+@bare
 def ask_for_rows(x, n, first, count, row_bytes):
     """Prefetch up to `count` rows of head n from row `first` on, of those that exist."""
     if first >= 0:
@@ -51,15 +58,6 @@ def ask_for_rows(x, n, first, count, row_bytes):
         for i in range(min(count, x.length - first)):
             for line in range(0, row_bytes, LINE):
                 prefetch_line(start + i * x.row + line)
-
-
-@bare
-def ask_for_results(out, n, first, count, row_bytes):
-    """The same of rows that will be written: a store waits for its cache line, too."""
-    start = row_at(out, n, first)
-    for i in range(count):
-        for line in range(0, row_bytes, LINE):
-            prefetch_written(start + i * out.row + line)
 
 
 def strided(x: np.ndarray) -> Strided:

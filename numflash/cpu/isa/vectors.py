@@ -99,13 +99,12 @@ def store_at(b: ir.IRBuilder, x, base, offset, align: int = 4) -> None:
     b.store(x, b.bitcast(pointer_at(b, base, offset), x.type.as_pointer())).align = align
 
 
-def prefetch(b: ir.IRBuilder, address, locality: int = 2, written: bool = False) -> None:
-    """Prefetch the cache line at `address`, for reading or to be `written`.
+def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
+    """Prefetch the cache line at `address`, for reading.
 
     Locality 3 brings it into all levels, 2 into the second one.
     """
-    use = I32(int(written))
-    call(b, "llvm.prefetch.p0", ir.VoidType(), address, use, I32(locality), I32(1))
+    call(b, "llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(locality), I32(1))
 
 
 @intrinsic
@@ -114,17 +113,6 @@ def prefetch_line(typingctx, place):
 
     def codegen(context, b, sig, a):
         prefetch(b, pointer(b, a[0]), 3)
-        return context.get_dummy_value()
-
-    return types.void(types.intp), codegen
-
-
-@intrinsic
-def prefetch_written(typingctx, place):
-    """f(address): prefetch the cache line there into all levels, to be written."""
-
-    def codegen(context, b, sig, a):
-        prefetch(b, pointer(b, a[0]), 3, written=True)
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
