@@ -245,6 +245,18 @@ def test_finite_inputs_never_give_nan(precision, isa):
 
 
 @every_kernel
+@pytest.mark.parametrize("place", [0, 140])
+def test_a_score_whose_partial_sum_leaves_float32(precision, isa, place):
+    """-4e38 + 4e38 is -inf in float32, which hides the key without a NaN."""
+    size = 1e4 if precision == "float16" else 2e19
+    q, k, v = qkv(h=1, l=7, s=150, d=16)
+    k[...] = 0
+    q[..., :2], k[:, :, place, :2] = size, (-size, size)
+    problem = make(q, k, v, precision)
+    assert np.abs(launch_float.run(problem, isa)[0] - reference.oracle(problem)[0]).max() < 1e-3
+
+
+@every_kernel
 def test_equal_bits_at_every_thread_count_and_run(precision, isa):
     import numba
 
