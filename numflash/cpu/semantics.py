@@ -291,6 +291,17 @@ def seen_range(semantics, b, h, i, s):
 
 
 @own
+def seen_ranges(semantics, b, h, i, s, firsts, stops):
+    """`seen_range` of row i and those after it, as many as `firsts` has."""
+    row_ranges(semantics, b, i, s, firsts, stops)
+    if semantics.functions.spans.size > 0:
+        for r in range(firsts.size):
+            firsts[r], stops[r] = seen_range(semantics, b, h, i + r, s)
+    for r in range(firsts.size):
+        stops[r] = max(firsts[r], stops[r])
+
+
+@own
 def row_of(x, b, h, i):
     """Offset of a row in a (B, H, L, S) array whose first three sizes may be 1, flat."""
     nb, nh, length, s = x.shape

@@ -12,7 +12,7 @@ from ...jit.memory import array_at, reinterpret
 from ...numerics.fixedpoint import LN2
 from ..isa.strided import row_at
 from ..isa.vectors import address
-from ..semantics import seen_range
+from ..semantics import seen_ranges
 from . import float_rows
 from .flash_rows import LOWEST
 from .float_isas import FLOAT_ISAS
@@ -48,18 +48,19 @@ def make_query_rows(name: str):
 
         Returns the range of keys that any row attends to.
         """
-        first, stop, start = s, 0, row_at(q, tile.n, tile.row)
+        start, lo, hi = row_at(q, tile.n, tile.row), state.lo[: tile.real], state.hi[: tile.real]
         for i in range(tile.real):
             source = array_at(start + i * q.row, (q.d,), operand)
             target = state.q[i]
             for e in range(source.size):
                 target[e] = source[e]
-            lo, hi = seen_range(semantics, tile.b, tile.h, tile.row + i, s)
-            state.lo[i], state.hi[i] = lo, hi
-            state.m[i] = HIDDEN
             state.beyond[i] = beyond_limit(source, limit)
-            if hi > lo:
-                first, stop = min(first, lo), max(stop, hi)
+        state.m[: tile.real] = HIDDEN
+        seen_ranges(semantics, tile.b, tile.h, tile.row, s, lo, hi)
+        first, stop = s, 0
+        for i in range(tile.real):
+            if hi[i] > lo[i]:
+                first, stop = min(first, lo[i]), max(stop, hi[i])
         groups = (tile.real + mr - 1) // mr * mr
         state.q[tile.real : groups] = operand(0)
         state.o[:groups], state.l[:groups] = F(0), F(0)
