@@ -119,6 +119,20 @@ def pack_pairs(v, n, first, stop, out):
             row[t] = U(0)
 
 
+@bare
+def _pack_pairs_of(task, v, stops, out):
+    parts = (out.shape[1] + ROWS - 1) // ROWS
+    n = task // parts
+    pack_pairs(v, n, task % parts * ROWS, stops[n // v.heads], out[n])
+
+
+@separate(no_cpython_wrapper=False)
+def pack_heads_in_pairs(v, stops, out):
+    """`pack_pairs` of all heads: v (B, Hkv, S, Dv) uint16 -> out (B * Hkv, pairs, columns) uint32."""
+    parts = (out.shape[1] + ROWS - 1) // ROWS
+    over_tasks(_pack_pairs_of, out.shape[0] * parts, (v, stops, out))
+
+
 @functools.cache
 def make_packing(name: str):
     """(pack_head, pack_all) for register tiles of `name`.

@@ -26,7 +26,7 @@ from ...jit.compiler import bare, inline, separate
 from ...jit.memory import LINE, empty, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
-from ..floats.float_packing import pack_pairs
+from ..floats.float_packing import pack_heads_in_pairs
 from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from ..isa.strided import rows_of, strided
 from ..isa.transpose import first_values, interleave, transpose
@@ -293,7 +293,7 @@ def bfloat16_pairs(isa_name: str, v: np.ndarray) -> np.ndarray:
     n, s, dv = v.shape
     columns = padded(dv, VECTOR_ISAS[isa_name].unit * running_lanes(isa_name))
     out = empty((n, padded(s, KEY_BLOCK) // 2, columns), np.uint32)
-    pack_pairs(strided(rows_of(v[:, None], v.dtype)), np.full(n, s), out)
+    pack_heads_in_pairs(strided(rows_of(v[:, None], v.dtype)), np.full(n, s), out)
     return out.view(np.uint16).reshape(n, -1)
 
 
