@@ -286,7 +286,7 @@ shipped = dict(zip(("sapphirerapids", "a64fx"), show(TILE, 16, sapphirerapids=re
                                                      a64fx=register_tile("sve")), strict=True))
 
 # %% [markdown]
-# The same is done for floats. This is the float32 tile of attention for the A64FX, in scalable vectors: 6 rows of Q and 4 vectors of K, two
+# The same is done for floats. This is the float32 tile of attention for the A64FX, in scalable vectors: 6 rows of Q and 4 vectors of K, four
 # channels a turn. `ld1rw` loads one number into all lanes, `ld1w` a vector, `fmla` and `fmad` multiply and add.
 
 # %%
@@ -303,10 +303,10 @@ def float_tile(isa):
 sums = sum(n for name, n in sve_floats.items() if name.startswith(("fmla", "fmad")))
 loads = sum(n for name, n in sve_floats.items() if name.startswith("ld1"))
 print(f"A64FX: {sums} multiply-adds and {loads} loads a turn; its two pipes need {sums / 2:.0f} cycles for the one, {loads / 2:.0f} for the other")
-assert sums == 48 and loads == 20 and sum(scalable.values()) > 3 * sum(n for name, n in scalable.items() if name.startswith("fmla"))
+assert sums == 96 and loads == 40 and sum(scalable.values()) > 3 * sum(n for name, n in scalable.items() if name.startswith("fmla"))
 
 # %% [markdown]
-# The two pipes are busy with sums for 24 cycles a turn, and the loads need 10 of them: arithmetic is the limit, as it should be. The loop
+# The two pipes are busy with sums for 48 cycles a turn, and the loads need 20 of them: arithmetic is the limit, as it should be. The loop
 # that LLVM made of the plain dot product, far above, has 16 instructions. Its 8 loads need 4 cycles, its 4 multiply-adds 2. But each sum
 # waits 9 cycles for its last multiply-add, and only four sums are under way: a turn takes 9 cycles. Latency is the limit (chapter 06).
 # (No A64FX was at hand: these are counts of its machine code. `numflash estimate --cpu a64fx` models the cycles.)
