@@ -51,6 +51,8 @@ class FloatIsa(Vectors):
     rows : rows of a register tile
     step : products that a tile takes at a time; channels are padded to whole steps, and so are the
         keys that P.V takes
+    turn : steps of one turn of the product loop. Address arithmetic of one step a turn takes 1 of 12 cycles
+        from the ports that multiply (Intel, 512-bit vectors); with NEON four steps spill sums
     unit : keys that a tile of scores is wide at least
     spare : elements after each row of scores and of weights, and half as many words after each row of
         V and of O. The rows of a matrix tile would else share few sets of the L1 cache, since they
@@ -63,6 +65,7 @@ class FloatIsa(Vectors):
     step: int = 0
     unit: int = 0
     spare: int = 0
+    turn: int = 4
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step", self.step or self.group)
@@ -184,7 +187,7 @@ FLOAT_ISAS: dict[str, FloatIsa] = _Isas(
             SveFloats("sve512", 16, 4),
             SveFloats("sve256", 8, 4),
             SveFloats("sve", 4, 4, length_known=False),
-            FloatIsa("neon", 4, 4),
+            FloatIsa("neon", 4, 4, turn=1),
         )
     }
 )

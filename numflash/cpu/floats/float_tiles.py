@@ -28,10 +28,6 @@ from ..isa.vectors import (
 from . import amx_bfloat16
 from .float_isas import FLOAT_ISAS
 
-# Steps of a turn of the product loop. Address arithmetic of one step a turn takes 1 of 12 cycles from the
-# ports that multiply (Intel, 512-bit vectors).
-UNROLL = 4
-
 
 @functools.cache
 def score_tile(name: str, nv: int, scaled: bool = False):
@@ -51,7 +47,9 @@ def score_tile(name: str, nv: int, scaled: bool = False):
         zero = [isa.fill(b, isa.floats, 0.0)] * (isa.rows * nv)
         c = isa.splat(b, a[6], isa.floats) if scaled else None
         panel = Panel(pk, a[4], isa.elements(b, isa.nv * isa.group))
-        rows = dot_loop(b, isa, isa.dot, Rows(pq, a[1], a[2]), panel, a[5], zero, nv, unroll=UNROLL)
+        rows = dot_loop(
+            b, isa, isa.dot, Rows(pq, a[1], a[2]), panel, a[5], zero, nv, unroll=isa.turn
+        )
         for m, acc in enumerate(rows):
             for n in range(nv):
                 where = b.add(b.add(a[end - 2], b.mul(a[end - 1], I64(m))), isa.elements(b, n))
@@ -98,7 +96,7 @@ def value_tile(name: str, nv: int):
                     a[6],
                     first,
                     nv,
-                    unroll=UNROLL,
+                    unroll=isa.turn,
                 )
             ):
                 for n in range(nv):
