@@ -287,7 +287,8 @@ shipped = dict(zip(("sapphirerapids", "a64fx"), show(TILE, 16, sapphirerapids=re
 
 # %% [markdown]
 # The same is done for floats. This is the float32 tile of attention for the A64FX, in scalable vectors: 6 rows of Q and 4 vectors of K, four
-# channels a turn. `ld1rw` loads one number into all lanes, `ld1w` a vector, `fmla` and `fmad` multiply and add.
+# channels a turn. `ld1rw` loads one number into all lanes, `ld1w` a vector, `fmla` and `fmad` multiply and add. LLVM adds `prfm` for this CPU:
+# it prefetches a cache line.
 
 # %%
 def float_tile(isa):

@@ -5,6 +5,7 @@ Packing, options as arrays, and the rows that float32 cannot hold.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..jit.threads import restoring_threads
 from ..numerics.fixedpoint import LOG2E
 from ..tiling import chosen_float, few_parts, workers
 from ..validation import Problem
-from .floats.call import LSE, NARROW, NUMBERS, PLACES, REDO, Numbers, make_call
+from .floats.call import IN_PLACE, LSE, NARROW, NUMBERS, PLACES, REDO, Numbers, make_call
 from .floats.few_rows import make_few_call
 from .floats.flash_rows import LOWEST, Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
@@ -50,6 +51,8 @@ FEW_ROWS_BY = {
     "amx_bf16": ("avx512", "avx2"),
 }
 PANELS, VALUE_ROWS = (Numbers._fields.index(name) for name in ("panels", "value_rows"))
+OF_VALUES = slice(6, 9)  # the strides of V among those of q, k, v and out
+CHOICES = tuple(itertools.product((False, True), repeat=2))  # bfloat16 results; V is read in place
 OF_ARRAYS = slice(PANELS, NUMBERS + ARRAY_NUMBERS)  # what masks, lengths and slopes decide
 
 
@@ -101,6 +104,9 @@ class FloatPlan(ForwardPlan):
     Attributes
     ----------
     operand : dtype of the arrays that a call takes: float32, or uint16 (the bits of bfloat16)
+    line_of_values : what the address of V is a multiple of where it is read in place; 0 if V is packed
+    bytes_in_place : scratch memory of a call that reads V in place
+    numbers_of : the numbers of a call, by its choice of `CHOICES`
     """
 
     def __init__(self, problem: Problem, isa: str) -> None:
@@ -119,21 +125,25 @@ class FloatPlan(ForwardPlan):
         columns = padded(dv, tiles.lanes)
         value_row = columns + tiles.spare // 2
         packed = 0 if parts else n_kv
-        line = 0
+        self.line_of_values = 0
         if self.kind == "float32" and columns == dv:
-            line = F().itemsize * (1 if length * nh // nkv < MANY_ROWS else tiles.lanes)
+            few = length * nh // nkv < MANY_ROWS
+            self.line_of_values = F().itemsize * (1 if few else tiles.lanes)
         self.takes = None if d % self.step else self.kind
         self.layout = Layout()
         places = self.layout.add_all(
             packed_keys=packed * panels * tiles.panel * words * 4,
             magnitudes=packed * panels * 4,
             limits=packed * 4,
-            packed_values=packed * value_rows * value_row * 4,
             redo=n * length,
             counter=2 * 8,
             states=n * length * parts * (dv + 2) * 4,
             spoiled=n * length * parts,
             lse=n * length * 4,
+        )
+        self.bytes_in_place = self.layout.nbytes
+        places["packed_values"] = self.layout.add(
+            "packed_values", packed * value_rows * value_row * 4
         )
         numbers = Numbers(
             *self.shape,
@@ -145,7 +155,7 @@ class FloatPlan(ForwardPlan):
             parts=parts,
             **places,
             narrow=0,
-            line_of_values=line,
+            in_place=0,
             panels=panels,
             value_rows=value_rows,
             workers=1,
@@ -190,8 +200,10 @@ class FloatPlan(ForwardPlan):
             address(self.stops),
             *array_numbers(self.arrays),
         )
-        self.narrow_numbers = self.numbers.copy()
-        self.narrow_numbers[NARROW] = 1
+        self.numbers_of = {}
+        for choice in CHOICES:
+            self.numbers_of[choice] = self.numbers.copy()
+            self.numbers_of[choice][[NARROW, IN_PLACE]] = choice
 
     def for_options(self, fields: dict[str, Any]) -> FloatPlan | None:
         """As of `KernelPlan`: more memory is needed where more keys are seen."""
@@ -210,6 +222,14 @@ class FloatPlan(ForwardPlan):
             k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
         return q, k, v
 
+    def reads_in_place(self, value: int, strides: np.ndarray | None = None) -> bool:
+        """Whether V at this address is read there and not packed: one block, whose rows are whole vectors and,
+        where many queries read them, begin at cache lines.
+        """
+        if not self.line_of_values or value % self.line_of_values:
+            return False
+        return strides is None or bool((strides[OF_VALUES] == self.strides[OF_VALUES]).all())
+
     def run_at(
         self,
         places: Sequence[int],
@@ -219,11 +239,13 @@ class FloatPlan(ForwardPlan):
     ) -> None:
         """As of `ForwardPlan`."""
         *arrays, lse = places
+        choice = narrow, self.reads_in_place(arrays[2], strides)
+        nbytes = self.bytes_in_place if choice[1] else self.layout.nbytes
         if strides is None:
             strides = self.narrow_strides if narrow else self.strides
-        with scratch.take(self.layout.nbytes) as room:
-            numbers = self.narrow_numbers if narrow else self.numbers
-            at, numbers = room.address, placed(numbers, PLACES, self.layout, room)
+        with scratch.take(nbytes) as room:
+            at = room.address
+            numbers = placed(self.numbers_of[choice], PLACES, self.layout, room)
             lse = lse if with_lse else at + int(numbers[LSE])
             if restoring_threads(self.call, *arrays, lse, at, numbers, strides, self.factors):
                 self.rescue(arrays, strides, lse, at + int(numbers[REDO]), narrow)

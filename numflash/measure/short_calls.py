@@ -15,6 +15,7 @@ import numpy as np
 from ..api import attention, attention_int8
 from ..cpu import launch
 from ..cpu.floats.call import addresses
+from ..cpu.launch_int8 import Int8Plan
 from ..jit.scratch import scratch
 from ..numerics.quantization import quantize_qkv
 from ..validation import problem
@@ -53,7 +54,7 @@ def _compiled(arrays: list[np.ndarray], precision: str) -> Callable[[], Any] | N
     plan.run(q, k, v, out, None)  # decides how much scratch memory there is
     room = scratch.take(plan.layout.nbytes)
     *at, out_at, _ = addresses(q, k, v, out, out)
-    if precision == "int8":
+    if isinstance(plan, Int8Plan):
         places = tuple(at)
         return lambda: (
             plan.call(places, out_at, room.address, plan.numbers, plan.strides, plan.factors),
@@ -61,7 +62,7 @@ def _compiled(arrays: list[np.ndarray], precision: str) -> Callable[[], Any] | N
             room,
         )
     lse = np.empty(q.shape[:3], np.float32)
-    more = plan.numbers, plan.strides, plan.factors
+    more = plan.numbers_of[False, plan.reads_in_place(at[2])], plan.strides, plan.factors
     lse_at = lse.ctypes.data
     return lambda: (plan.call(*at, out_at, lse_at, room.address, *more), out, lse)
 

@@ -4,6 +4,7 @@ error of plain low precision.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,9 @@ from numflash.cpu.floats.float_packing import MANY_ROWS
 from numflash.cpu.floats.float_rows import row_exp
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.interop.arrays import convert, widen
-from numflash.jit import target
+from numflash.jit import guard, target
 from numflash.jit.memory import LINE
+from numflash.jit.scratch import scratch
 from numflash.validation.options import Options
 
 F = np.float32
@@ -270,6 +272,11 @@ def test_equal_bits_at_every_thread_count_and_run(precision, isa):
         assert all(np.array_equal(x, y) for x, y in zip(first, again, strict=True))
 
 
+def by_token(x):
+    """The array with the rows of all heads beside each other."""
+    return np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+
 def test_strides_of_every_kind():
     q, k, v = qkv(b=2, h=3, l=50, s=60, d=24)
     want, _ = launch_float.run(make(q, k, v))
@@ -283,7 +290,7 @@ def test_strides_of_every_kind():
         lambda x: np.asfortranarray(x),
         twisted,
         lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
-        lambda x: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
+        by_token,
     ):
         assert np.array_equal(launch_float.run(make(change(q), change(k), change(v)))[0], want)
 
@@ -301,27 +308,47 @@ def at_byte(x, offset):
 def test_values_in_place_and_packed_give_equal_bits(rows):
     """In place where they are one block that begins at a cache line, or anywhere for few queries."""
     q, k, v = qkv(b=2, h=2, l=rows, s=130, d=64)
-    want, _ = launch_float.run(make(q, k, np.asfortranarray(v)))
+    want, _ = launch_float.run(make(q, k, by_token(v)))
     by_batch, by_head = np.zeros((2, 3, 130, 64), F), np.zeros((2, 2, 140, 64), F)
     by_batch[:, :2], by_head[:, :, :130] = v, v
     for given in (at_byte(v, 0), at_byte(v, 4), by_batch[:, :2], by_head[:, :, :130]):
         assert np.array_equal(launch_float.run(make(q, k, given))[0], want)
 
 
+@pytest.mark.skipif(guard.ON, reason="no memory is kept")
+def test_only_packed_values_take_scratch_memory():
+    q, k, v = qkv(h=2, l=6, s=130, d=64)
+
+    def taken(value):
+        launch_float.run(make(q, k, value))
+        return scratch.room.nbytes
+
+    def in_a_new_thread(value):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(taken, value).result()
+
+    in_place, packed = in_a_new_thread(v), in_a_new_thread(by_token(v))
+    assert k.nbytes <= in_place < k.nbytes + v.nbytes <= in_place + v.nbytes <= packed
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_heads_that_workers_pack_themselves(precision, heads):
-    """Equal numbers of heads of one length are packed by the workers, others by all threads before."""
+    """Equal numbers of heads of one length are packed by the workers, others by all threads before.
+
+    With two threads these are one batch of one or three heads, and two lengths.
+    """
     q, k, v = qkv(b=2, h=2 * heads, hkv=heads, l=140, s=400, d=40)
     apart = [
         launch_float.run(make(q[:, 2 * h : 2 * h + 2], k[:, [h]], v[:, [h]], precision))
         for h in range(heads)
     ]
     want = [np.concatenate(x, 1) for x in zip(*apart, strict=True)]
-    for key_lengths in (None, [400, 400]):
-        for _ in range(8):  # that two workers take both halves at once is up to the threads
-            got = launch_float.run(make(q, k, v, precision, key_lengths=key_lengths))
-            assert all(np.array_equal(x, y) for x, y in zip(got, want, strict=True))
+    for _ in range(8):  # that two workers take both halves at once is up to the threads
+        got = launch_float.run(make(q, k, v, precision))
+        assert all(np.array_equal(x, y) for x, y in zip(got, want, strict=True))
+    got = launch_float.run(make(q[:1], k[:1], v[:1], precision))
+    assert all(np.array_equal(x, y[:1]) for x, y in zip(got, want, strict=True))
     got = launch_float.run(make(q, k, v, precision, key_lengths=[400, 33]))
     for b, length in enumerate((400, 33)):
         alone = q[[b]], k[[b], :, :length], v[[b], :, :length]

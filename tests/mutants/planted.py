@@ -258,16 +258,16 @@ MUTANTS = [
     ),
     # ---- the float kernels
     Mutant(
-        "cpu/isa/strided.py",
-        "return follows and x.batch == x.heads * x.head",
-        "return follows",
+        LAUNCH_FLOAT,
+        "(strides[OF_VALUES] == self.strides[OF_VALUES]).all()",
+        "True",
         "tests/cpu/test_flash_float.py -k values_in_place",
     ),
     Mutant(
-        "cpu/isa/strided.py",
-        "follows = x.row == x.d * size and x.head == x.length * x.row",
-        "follows = x.row == x.d * size",
-        "tests/cpu/test_flash_float.py -k values_in_place",
+        LAUNCH_FLOAT,
+        "nbytes = self.bytes_in_place if choice[1] else self.layout.nbytes",
+        "nbytes = self.layout.nbytes if choice[1] else self.bytes_in_place",
+        "tests/cpu/test_flash_float.py -k take_scratch",
     ),
     Mutant(
         "cpu/floats/flash_float.py",

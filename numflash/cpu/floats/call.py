@@ -18,7 +18,7 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.memory import array_at, reinterpret, unpacked
 from ...jit.parallel import limit_threads, use_threads
-from ..isa.strided import is_one_block, strided_at
+from ..isa.strided import strided_at
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
 from .float_isas import FLOAT_ISAS
@@ -48,14 +48,14 @@ class Numbers(NamedTuple):
     packed_keys: int  # from here on bytes from the start of scratch memory
     magnitudes: int
     limits: int
-    packed_values: int
     redo: int
     counter: int
     states: int  # of the parts of few rows
     spoiled: int
     lse: int  # where the caller needs none
+    packed_values: int  # last: a call that reads V in place has no memory for it
     narrow: int  # whether the result is bfloat16
-    line_of_values: int  # what V's address is a multiple of where it is read in place; 0: packed
+    in_place: int  # whether V is read in place
     panels: int  # of packed keys, per head; from here on what the options' arrays decide
     value_rows: int  # of packed V, per head
     workers: int  # at most
@@ -72,6 +72,7 @@ class Factors(NamedTuple):
 REDO = Numbers._fields.index("redo")
 LSE = Numbers._fields.index("lse")
 NARROW = Numbers._fields.index("narrow")
+IN_PLACE = Numbers._fields.index("in_place")
 PLACES = slice(Numbers._fields.index("packed_keys"), NARROW)
 NUMBERS = len(Numbers._fields)
 FACTORS = len(Factors._fields)
@@ -152,9 +153,7 @@ def make_call(isa: str, kind: str, key_block: int = 0) -> Callable[..., bool]:
         q, k, v, out = operands_at(p, strides, q_at, k_at, v_at, out_at, p.key_words)
         by_head = heads_are_shared_out(n_kv, workers, stops)
         slots = workers if by_head else n_kv
-        line = p.line_of_values
-        in_place = line > 0 and v_at % line == 0 and is_one_block(v, 4)
-        if in_place:
+        if p.in_place != 0:
             values = array_at(v_at, (n_kv, p.keys * p.value_dim), operand)
         else:
             words = array_at(room + p.packed_values, (slots, p.value_rows * p.value_row), np.uint32)
@@ -180,7 +179,15 @@ def make_call(isa: str, kind: str, key_block: int = 0) -> Callable[..., bool]:
         )
         rows = rows_per_task(p.block_q, rows_of_tile, n, p.length, 1 if by_head else workers)
         sizes = Sizes(
-            p.heads, p.kv_heads, p.keys, p.columns, p.value_row, rows, workers, by_head, in_place
+            p.heads,
+            p.kv_heads,
+            p.keys,
+            p.columns,
+            p.value_row,
+            rows,
+            workers,
+            by_head,
+            p.in_place != 0,
         )
         attend(operands, results, F(f.scale), semantics, sizes, counter)
         if workers < threads:

@@ -44,13 +44,6 @@ def row_at(x, n, i):
 
 
 @bare
-def is_one_block(x, size):
-    """Whether rows of elements of `size` bytes follow each other without gaps."""
-    follows = x.row == x.d * size and x.head == x.length * x.row
-    return follows and x.batch == x.heads * x.head
-
-
-@bare
 def ask_for_rows(x, n, first, count, row_bytes):
     """Prefetch up to `count` rows of head n from row `first` on, of those that exist."""
     if first >= 0:
