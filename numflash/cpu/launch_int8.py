@@ -87,7 +87,7 @@ class Int8Plan(ForwardPlan):
             offset=0 if ready else n_kv * d * 4,
             m=n * length * 4,
             l=n * length * 4,
-            counter=8,
+            counter=16,
         )
         numbers = Numbers(
             *self.shape,

@@ -3,15 +3,18 @@
 All operands are compared for equality.
 """
 
+import functools
+import itertools
+
 import numba
 import numpy as np
 import pytest
 from oracles import draw, qkv
 
 import numflash
-from numflash import reference
-from numflash.cpu import general_int8, launch_int8
-from numflash.cpu.int8 import call, quantize_rows
+from numflash import reference, tiling
+from numflash.cpu import general_int8, head_shares, launch_int8
+from numflash.cpu.int8 import by_head, call, flash_int8, quantize_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import guard, scratch, target, threads
 from numflash.numerics.fixedpoint import FLOAT_VALUES
@@ -20,6 +23,13 @@ from numflash.validation import problem
 from numflash.validation.options import Options
 
 ISAS = [isa for isa in target.available() if isa in VECTOR_ISAS]
+
+
+@pytest.fixture(autouse=True)
+def _threads_for_little_work(monkeypatch):
+    monkeypatch.setitem(tiling.threads.THREAD_WORK, "int8", 1)
+
+
 SHAPES = {
     "whole tiles": {"h": 4, "l": 128, "s": 128, "d": 64},
     "tails": {"h": 2, "l": 33, "s": 257, "d": 17, "dv": 130},
@@ -33,6 +43,20 @@ def operands(x):
     """The arrays of `arguments.Operands`, by name."""
     keys = {f"keys.{name}": a for name, a in x.keys._asdict().items()}
     return {"q": x.q, "cq": x.cq, "values": x.values, "v_scale": x.v_scale, **keys}
+
+
+def last_heads(p, isa):
+    """The KV heads whose packed keys and values a plan leaves in scratch memory: those of the last run where one
+    worker takes some heads at a time, none for several workers.
+    """
+    nb, nh, nkv, length = p.shape[:4]
+    heads, workers = nb * nkv, threads.count()
+    lengths = np.full(nb, p.shape[4]) if p.key_lengths is None else p.key_lengths
+    if not head_shares.heads_are_shared_out.py_func(heads, workers, lengths):
+        return slice(0, heads)
+    tiles = nh // nkv * -(-length // flash_int8.query_rows(isa, p.pv))
+    together = head_shares.heads_together.py_func(heads, workers, tiles, by_head.ENOUGH_TILES)
+    return slice((heads - 1) // together * together, heads) if workers == 1 else slice(0, 0)
 
 
 # what a plan leaves in its scratch memory, by the names of `call.Numbers`
@@ -49,7 +73,10 @@ PLACES = {
 
 
 def check(p, isa):
-    """`p.pv` with float values: padding is zeros where the general way copies it."""
+    """The bits of both ways on as many threads as are allowed now.
+
+    `p.pv` with float values: padding is zeros where the general way copies it.
+    """
     if guard.ON:
         pytest.skip("reads one block of scratch memory; guard gives each array its own")
     plan, general = launch_int8.Int8Plan(p, isa), quantize_problem(p)
@@ -64,6 +91,8 @@ def check(p, isa):
     at = call.Numbers(*plan.numbers[: call.NUMBERS].tolist())
     for name, x in operands(packed).items():
         place = room.address + getattr(at, PLACES[name])
+        if name.startswith(("keys", "values")):
+            x = x[last_heads(p, isa)]
         got = launch_int8.at_address(place, x.shape, x.dtype.str)
         np.testing.assert_array_equal(got, x, err_msg=name)
     want, want_lse = reference.integer_model(general)
@@ -99,9 +128,67 @@ def test_operands_are_those_of_the_general_way(isa, shape):
 def test_threads_change_no_bit(pv):
     """Whole heads on one thread; chunks of rows on two, which three heads do not share evenly."""
     arrays = qkv(**SHAPES["chunks"])
-    most = min(2, numba.config.NUMBA_NUM_THREADS)
-    with threads.limit(most):
-        check(problem(*arrays, Options(precision="int8", pv=pv)), ISAS[0])
+    for most in {1, min(2, numba.config.NUMBA_NUM_THREADS)}:
+        with threads.limit(most):
+            check(problem(*arrays, Options(precision="int8", pv=pv)), ISAS[0])
+
+
+# (B, H, Hkv, L, key lengths): heads one by one and several at a time, shared out evenly or not, of one length or not
+HEADS = [
+    (1, 24, 12, 20, None),
+    (2, 5, 5, 300, None),
+    (4, 8, 4, 40, [70, 1, 0, 33]),
+    (2, 2, 1, 520, [50, 70]),
+    (3, 1, 1, 33, None),
+]
+
+
+@pytest.mark.parametrize(("b", "h", "hkv", "length", "lengths"), HEADS)
+def test_heads_are_shared_out(b, h, hkv, length, lengths):
+    """Every worker quantises the heads that it attends to, or all come first."""
+    arrays = qkv(b=b, h=h, hkv=hkv, l=length, s=70, d=32)
+    asked = {"enable_gqa": True, "key_lengths": lengths}
+    ready = numflash.quantize_qkv(*arrays)
+    for attend, operands in (
+        (functools.partial(numflash.attention, precision="int8"), arrays),
+        (numflash.attention_int8, ready),
+    ):
+        want = attend(*operands, impl="reference", **asked)
+        for most in {1, min(2, numba.config.NUMBA_NUM_THREADS)}:
+            with threads.limit(most):
+                np.testing.assert_array_equal(attend(*operands, **asked), want)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_runs_of_heads_are_about_equal(workers):
+    """As long as there are too few tiles, within a worker's share, which they divide as evenly as they can."""
+    for heads, tiles in itertools.product(range(1, 40), (1, 2, 7, 8, 100)):
+        together = head_shares.heads_together.py_func(heads, workers, tiles, 8)
+        share = -(-heads // workers)
+        runs = -(-share // together)
+        assert 1 <= together <= share
+        assert (together - 1) * tiles < 8
+        assert runs * together - share < runs
+
+
+@pytest.mark.parametrize(("which", "factor"), [(0, 1e17), (1, 1e17), (2, np.inf)])
+@pytest.mark.parametrize("head", [0, 11])
+@pytest.mark.parametrize("ready", [False, True])
+def test_one_head_that_is_not_plain(which, factor, head, ready):
+    """Infinity in it, or scores beyond int32, whatever the others hold."""
+    arrays = list(qkv(h=12, l=20, s=70, d=32))
+    arrays[which][0, head] *= np.float32(factor)
+    with np.errstate(invalid="ignore", over="ignore"):
+        quantised = numflash.quantize_qkv(*arrays)
+        want = numflash.attention_int8(*quantised, impl="reference")
+        for most in {1, min(2, numba.config.NUMBA_NUM_THREADS)}:
+            with threads.limit(most):
+                for _ in range(2):  # the second time by a plan
+                    if ready:
+                        got = numflash.attention_int8(*quantised)
+                    else:
+                        got = numflash.attention(*arrays, precision="int8")
+                    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("pv", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])

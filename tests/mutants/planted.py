@@ -54,7 +54,7 @@ FIRST_KEYS = "cpu/int8/first_keys.py"
 WIDE_SCORES, HIDDEN_BLOCKS = "cpu/int8/wide_scores.py", "cpu/int8/hidden_blocks.py"
 GROUP_WEIGHTS = "cpu/floats/group_weights.py"
 FUNCTION_SCORES = "cpu/int8/function_scores.py"
-CALL_INT8 = "cpu/int8/call.py"
+CALL_INT8, BY_HEAD = "cpu/int8/call.py", "cpu/int8/by_head.py"
 LAUNCH_INT8, GENERAL_INT8 = "cpu/launch_int8.py", "cpu/general_int8.py"
 STREAM, STREAM_TESTS = "cpu/int8/amx_stream.py", "tests/cpu/test_amx_stream.py"
 STREAM_PIECES = "cpu/int8/amx_stream_pieces.py"
@@ -213,17 +213,26 @@ MUTANTS = [
     Mutant(QUANTISE_VALUES, "if count == 2 else U(0xFFFF)", "", QUANTISER_TESTS),
     Mutant(
         CALL_INT8,
-        "np.float64(q_scale) * abs(f.unit) >= LIMIT",
+        "q_most * abs(unit) >= LIMIT",
         "False",
         QUANTISER_TESTS,
     ),
     Mutant("numerics/quantization.py", "HUGE = F(2.0**96)", "HUGE = F(np.inf)", FLOAT_VALUES),
     # ---- planned INT8 calls
-    Mutant(CALL_INT8, "general = top >= PLAIN_BITS or", "general =", PLANNED_INT8),
-    Mutant(CALL_INT8, "        counter[0] = 0\n", "", PLANNED_INT8),
+    Mutant(CALL_INT8, "if top >= PLAIN_BITS or", "if", PLANNED_INT8),
+    Mutant(CALL_INT8, "    counter[0] = 0\n", "", PLANNED_INT8),
+    Mutant(CALL_INT8, "    counter[1] = 0\n", "", PLANNED_INT8),
     Mutant(CALL_INT8, "        wide[:] = 0\n", "", PLANNED_INT8),
     Mutant(CALL_INT8, "if max(top_q * abs(f.unit), top_k) >= LIMIT:", "if False:", PLANNED_INT8),
-    Mutant(CALL_INT8, "f.softcap, most >= MOST)", "f.softcap, False)", PLANNED_INT8),
+    # ---- a worker makes the operands of the heads that it attends to
+    Mutant(BY_HEAD, "softcap, most >= MOST)", "softcap, False)", PLANNED_INT8),
+    Mutant(BY_HEAD, "if most >= TOO_LARGE:", "if False:", QUANTISER_TESTS),
+    Mutant(BY_HEAD, "min(first + together, n_kv)", "first + together", QUANTISER_TESTS),
+    Mutant(BY_HEAD, "1, first - slot)", "1, first)", QUANTISER_TESTS),
+    Mutant(FLASH_INT8, "v_scale[n_kv + part.before]", "v_scale[n_kv]", QUANTISER_TESTS),
+    Mutant(QUANTISER, "place = n - run.before", "place = 0", QUANTISER_TESTS),
+    Mutant(QUANTISER, "run.slot + place", "place", QUANTISER_TESTS),
+    Mutant("cpu/head_shares.py", "min(share, (enough", "max(share, (enough", QUANTISER_TESTS),
     Mutant(
         "cpu/plan.py",
         "return addresses(*turned, last), strides",

@@ -18,6 +18,7 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.memory import array_at, reinterpret, unpacked
 from ...jit.parallel import limit_threads, use_threads
+from ..head_shares import heads_are_shared_out
 from ..isa.strided import strided_at
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
@@ -26,7 +27,6 @@ from .float_state import Operands, Results, Sizes
 
 F = np.float32
 TASKS = 4  # query tiles for each thread, at least
-MANY_HEADS = 8  # for each thread, of any lengths: they are shared out evenly enough
 
 
 class Numbers(NamedTuple):
@@ -107,17 +107,6 @@ def rows_per_task(block_q, mr, n, length, workers):
     while workers > 1 and rows > 4 * mr and n * ((length + rows - 1) // rows) < TASKS * workers:
         rows = rows // 2 // mr * mr
     return min(rows, (length + mr - 1) // mr * mr)
-
-
-@bare
-def heads_are_shared_out(n_kv, workers, stops):
-    """Whether each worker takes whole KV heads: all get as many of the same length, or there are many."""
-    if workers == 1 or n_kv >= MANY_HEADS * workers:
-        return True
-    for b in range(1, stops.size):
-        if stops[b] != stops[0]:
-            return False
-    return n_kv % workers == 0
 
 
 @functools.cache

@@ -37,7 +37,7 @@ import functools
 import numpy as np
 
 from ...jit.compiler import bare, inline, inlined, separate
-from ...jit.memory import reinterpret, uncleared, zeros
+from ...jit.memory import arrays_together, reinterpret
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
@@ -179,26 +179,32 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     def work(worker, x, results, c, semantics, sizes, counter):
         """One worker."""
         stride, block_q = (x.q.d + step - 1) // step * step, sizes.block_q
-        scores = uncleared((block_q * apart,), np.float32, "float scores")
-        state = State(
-            zeros((block_q, stride), operand, "float query tile"),
-            scores,
-            scores if group == 1 else uncleared((block_q * apart,), operand, "bfloat16 weights"),
-            uncleared((block_q, sizes.columns + spare // 2), np.float32, "float output tile"),
-            uncleared((block_q, lanes), np.float32, "float sums of weights"),
-            uncleared((block_q,), np.float32, "float maxima"),
-            uncleared((block_q,), np.uint8, "float rows beyond the limit"),
-            uncleared((block_q,), np.int64, "float first keys of rows"),
-            uncleared((block_q,), np.int64, "float last keys of rows"),
-            uncleared((block_q // mr,), np.int64, "float first keys of groups"),
-            uncleared((block_q // mr,), np.int64, "float last keys of groups"),
-            uncleared((block_q // mr,), np.int64, "float skipped keys of groups"),
-        )
+        arrays = arrays_together(
+            (block_q, stride), operand, "float query tile",
+            (block_q * apart,), np.float32, "float scores",
+            (block_q * apart * (group - 1),), operand, "bfloat16 weights",
+            (lanes,), np.uint8, "float last part of the mask",
+            (lanes,), np.float32, "float last part of the bias",
+            (block_q, sizes.columns + spare // 2), np.float32, "float output tile",
+            (block_q, lanes), np.float32, "float sums of weights",
+            (block_q,), np.float32, "float maxima",
+            (block_q,), np.uint8, "float rows beyond the limit",
+            (block_q,), np.int64, "float first keys of rows",
+            (block_q,), np.int64, "float last keys of rows",
+            (block_q // mr,), np.int64, "float first keys of groups",
+            (block_q // mr,), np.int64, "float last keys of groups",
+            (block_q // mr,), np.int64, "float skipped keys of groups",
+        )  # fmt: skip
+        q, scores, weights, mask_end, bias_end = arrays[:5]
+        q[:] = operand(0)
+        if group == 1:  # they take the place of the scores
+            weights = scores
+        state = State(q, scores, weights, *arrays[5:])
         dense = Dense(
             semantics.mask.reshape(semantics.mask.size),
             semantics.bias.reshape(semantics.bias.size),
-            uncleared((lanes,), np.uint8, "float last part of the mask"),
-            uncleared((lanes,), np.float32, "float last part of the bias"),
+            mask_end,
+            bias_end,
         )
         begin_tiles()  # after what may fail: the tiles of AMX stay configured until `end_tiles`
         run_tiles(worker, x, results, c, semantics, sizes, counter, state, dense)

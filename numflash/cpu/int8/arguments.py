@@ -34,6 +34,14 @@ class Sizes(NamedTuple):
     stream: int  # address of the AMX stream, or 0
 
 
+class Part(NamedTuple):
+    """Which query tiles are computed: from a counter on, which tells the next one."""
+
+    stop: int  # number of the tile behind the last
+    workers: int  # that share the counter
+    before: int  # KV heads before the one whose packed keys and values come first
+
+
 class Results(NamedTuple):
     """Results, and the softmax state of each row."""
 

@@ -24,7 +24,8 @@ keys that are not finite), `wide_scores` rounds float32 scores relative to the r
 bits are the same where both apply. On AMX, blocks without options go through `amx_stream`, which
 runs the same steps of many blocks side by side; it calls score functions, but asks no mask.
 
-`int8.call` quantises or packs the operands and runs it, for `launch_int8`. Shapes and dtypes of the
+`int8.call` quantises or packs the operands and runs it, for `launch_int8`: mostly a worker does so with the
+heads that it attends to (`by_head`). Shapes and dtypes of the
 arrays are in `arguments`, the fixed-point formats in numerics/fixedpoint.py.
 """
 
@@ -47,6 +48,7 @@ from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, row_ranges, step_of
 from .amx_stream import add_turns, most_turns, run_turns, stream_blocks, stream_stop
 from .amx_stream_data import TURNS
+from .arguments import Part
 from .begin_rows import make_begin_rows
 from .block_scores import make_block_scores
 from .blocks import value_block, value_rows
@@ -87,7 +89,7 @@ class Head(NamedTuple):
     wide: np.ndarray  # per block, whether int16 may not hold its scores
     values: np.ndarray
     first: FirstKeys  # of all heads
-    number: int  # of this one
+    number: int  # of this one in the packed operands
 
 
 class Place(NamedTuple):
@@ -225,11 +227,20 @@ def make_add_values(isa_name: str, pv: str):
     return add_values
 
 
+@bare
+def tiles_of(length, block_q):
+    """Query tiles of a head."""
+    return (length + block_q - 1) // block_q
+
+
 @functools.cache
-def make_attend(isa_name: str, pv: str, block_q: int = 0):
+def make_run_tiles(isa_name: str, pv: str, block_q: int = 0):
     """The kernel of one instruction set, with P.V in integers (weights of 8 bits with pv "int8", of
     15 with "int16") or in floats ("bf16", "fp32"); query tiles as in its tiling, or of about
     `block_q` rows.
+
+    run_tiles(operands, semantics, sizes, part, counter, results, scratch, slots): one worker's query tiles;
+    counter (1,) int64, the next tile of the `Part`
 
     Longer than a screen: its loops, from the block of keys to all tiles, stand one above the other.
     """
@@ -242,11 +253,9 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     add_values = make_add_values(isa_name, pv)
     load_rows = make_load_rows(np.uint8 if isa.group == 4 else np.int16, isa.q_offset)
     store_rows = make_store_rows(isa_name)
-    begin, end = tile_state(isa_name)
     unit = F(fx.SUM_UNIT[pv])
     unit_rows = isa.rows[-1]
-    streams = isa.tiled and pv == "int8"
-    scratch_of = make_scratch(isa_name, pv, block_q)
+    streams = streams_of(isa_name, pv)
 
     @inlined
     def attend_block(job, semantics, block, left, scratch):
@@ -341,28 +350,20 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         return turns
 
     @bare
-    def slots_for(operands, sizes):
-        """How many tiles may wait for a run of the stream: one table of turns has room for them."""
-        n_heads, length, _ = operands.q.shape
-        several = n_heads * ((length + block_q - 1) // block_q) > sizes.workers
-        fits = sizes.keys > HALF and most_turns(block_q, sizes.keys) <= TURNS
-        return SLOTS if streams and sizes.stream != 0 and several and fits else 1
-
-    @bare
-    def place_of(task, operands, sizes):
-        """Where the tile of a task is, its number of rows, and its KV head."""
+    def place_of(task, operands, sizes, part):
+        """Where the tile of a task is, its number of rows, and where its KV head is packed."""
         length = operands.q.shape[1]
-        tiles = (length + block_q - 1) // block_q
+        tiles = tiles_of(length, block_q)
         n, row = task // tiles, (tiles - 1 - task % tiles) * block_q  # long causal tiles first
         b, h = n // sizes.heads, n % sizes.heads
-        n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
+        n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads - part.before
         return Place(b, h, n, row), min(block_q, length - row), n_kv
 
     @inlined
-    def tile_job(slot, operands, semantics, sizes, scratch):
+    def tile_job(slot, operands, semantics, sizes, part, scratch):
         """The tile of the task in a slot, its rows loaded."""
         keys, first_keys = operands.keys, operands.first
-        place, real, n_kv = place_of(scratch.tasks[slot], operands, sizes)
+        place, real, n_kv = place_of(scratch.tasks[slot], operands, sizes, part)
         rows = (real + unit_rows - 1) // unit_rows * unit_rows
         tile = tile_of(scratch, slot, rows, real, min(first_keys.number, sizes.keys))
         state = state_of(scratch, slot)
@@ -386,21 +387,21 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         return Job(place, tile, kv, state, changed, has_dense, dense, options, options_end)
 
     @inlined
-    def store_tile(slot, operands, sizes, results, scratch):
+    def store_tile(slot, operands, sizes, part, results, scratch):
         """The results of the finished tile in a slot."""
-        place, real, n_kv = place_of(scratch.tasks[slot], operands, sizes)
+        place, real, n_kv = place_of(scratch.tasks[slot], operands, sizes, part)
         tile = tile_of(scratch, slot, real, real, 0)
-        store_rows(tile, state_of(scratch, slot), place, operands.v_scale[n_kv], results)
+        v_scale = operands.v_scale[n_kv + part.before]
+        store_rows(tile, state_of(scratch, slot), place, v_scale, results)
 
-    @bare
-    def run_tiles(operands, semantics, sizes, counter, results, scratch, slots):
+    @separate(_nrt=False)
+    def run_tiles(operands, semantics, sizes, part, counter, results, scratch, slots):
         """Query tiles, as long as there are any.
 
         On AMX the blocks of up to SLOTS of them wait for one run of the stream, which fills and
         drains once. Where it gives up, each of these tiles is done again by itself.
         """
-        n_heads, length, _ = operands.q.shape
-        tasks = n_heads * ((length + block_q - 1) // block_q)
+        tasks = part.stop
         most = most_turns(block_q, sizes.keys)
         left = tasks  # that nobody has taken yet
         waiting, turns = 0, 0  # tiles in the first slots, and their turns in the table
@@ -415,7 +416,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 left = max(0, tasks - 1 - scratch.tasks[slot])
             first, stop = slot, slot  # slots whose tiles are finished
             if scratch.tasks[slot] < tasks:
-                job = tile_job(slot, operands, semantics, sizes, scratch)
+                job = tile_job(slot, operands, semantics, sizes, part, scratch)
                 may_wait = not alone and slots > 1
                 now = attend_tile(job, operands, semantics, sizes, scratch, may_wait, turns)
                 if now > turns:
@@ -423,7 +424,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 else:
                     stop = slot + 1
             # the last tasks are left to other threads
-            enough = left < waiting * sizes.workers if sizes.workers > 1 else left == 0
+            enough = left < waiting * part.workers if part.workers > 1 else left == 0
             full = waiting == slots or turns + most > TURNS
             if streams and waiting > 0 and (enough or full):
                 if run_turns(sizes.stream, scratch.turns[0], turns, scratch.stream):
@@ -433,15 +434,49 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     again, slots = waiting, 1
                 waiting, turns = 0, 0
             for n in range(first, stop):
-                store_tile(n, operands, sizes, results, scratch)
+                store_tile(n, operands, sizes, part, results, scratch)
+
+    return run_tiles
+
+
+def streams_of(isa_name: str, pv: str) -> bool:
+    """Whether there is an AMX stream for it."""
+    return VECTOR_ISAS[isa_name].tiled and pv == "int8"
+
+
+@functools.cache
+def make_slots(isa_name: str, pv: str, block_q: int):
+    """f(tiles, sizes): how many tiles of `tiles` may wait for a run of the stream."""
+    streams = streams_of(isa_name, pv)
+
+    @bare
+    def slots_for(tiles, sizes):
+        # one table of turns has room for them
+        fits = sizes.keys > HALF and most_turns(block_q, sizes.keys) <= TURNS
+        return SLOTS if streams and sizes.stream != 0 and tiles > 1 and fits else 1
+
+    return slots_for
+
+
+@functools.cache
+def make_attend(isa_name: str, pv: str, block_q: int = 0):
+    """Attention of operands that are packed: f(operands, semantics, sizes, counter, results)."""
+    run_tiles = make_run_tiles(isa_name, pv, block_q)
+    block_q = query_rows(isa_name, pv, block_q)
+    slots_for = make_slots(isa_name, pv, block_q)
+    scratch_of = make_scratch(isa_name, pv, block_q)
+    begin, end = tile_state(isa_name)
 
     @inline
     def work(_, operands, semantics, sizes, counter, results):
         """One worker."""
-        slots = slots_for(operands, sizes)
-        scratch = scratch_of(operands.q.shape[2], results.out.d, slots)
+        n, length, d = operands.q.shape
+        tiles = n * tiles_of(length, block_q)
+        slots = slots_for(tiles // sizes.workers, sizes)
+        scratch = scratch_of(d, results.out.d, slots)
         begin()  # after what may fail: the tiles of AMX stay configured until `end`
-        run_tiles(operands, semantics, sizes, counter, results, scratch, slots)
+        part = Part(tiles, sizes.workers, 0)
+        run_tiles(operands, semantics, sizes, part, counter, results, scratch, slots)
         end()
 
     @separate(no_cpython_wrapper=False)

@@ -160,67 +160,103 @@ def copy_rows(x, n, first, count, stride, rows):
 
 
 @functools.cache
-def key_packer(name: str, lanes: int):
-    """f(k, words, scale, keys): `pack_keys` into `keys`; words : K as int32, or nothing."""
+def key_rows_packer(name: str, lanes: int):
+    """f(n, slot, first, stop, k, words, scale, rows, keys): panels of keys `first` to stop - 1 of head n to a
+    slot of `keys`.
+
+    words : K as int32, or nothing;  scale : (N, S) float32
+    rows : `operand` numbers of a panel of keys, zeros where a row is padded
+    """
     isa = VECTOR_ISAS[name]
     panel = isa.nv * lanes
     group = isa.group
     order = isa.key_order(lanes)
-    operand = np.int8 if group == 4 else np.int16
     pack_panel = panel_packer(name, lanes)
 
     @bare
-    def pack_scales(scale, n, first, keys):
+    def pack_scales(scale, n, slot, first, keys):
         length = scale.shape[1]
         for c in range(panel):
             j = first + order[c]
-            keys.scale[n, first + c] = scale[n, j] if j < length else np.float32(0)
-            if keys.scale[n, first + c] != keys.scale[n, first + c]:
-                keys.wide[n, first // KEY_BLOCK] = 1
+            keys.scale[slot, first + c] = scale[n, j] if j < length else np.float32(0)
+            if keys.scale[slot, first + c] != keys.scale[slot, first + c]:
+                keys.wide[slot, first // KEY_BLOCK] = 1
 
     @bare
-    def pack_task(n, first, stop, k, words, scale, groups, rows, keys):
-        length = k.shape[1]
+    def pack_rows(n, slot, first, stop, k, words, scale, rows, keys):
+        length, groups = k.shape[1], rows.size // (panel * group)
         for p in range(first, stop, panel):
             if words.size and p + panel <= length:  # straight from K: its rows are whole words
-                pack_panel(words, (n * length + p) * groups, groups, keys.data, keys.start, n, p)
+                at = (n * length + p) * groups
+                pack_panel(words, at, groups, keys.data, keys.start, slot, p)
             else:
                 copy_rows(k, n, p, panel, groups * group, rows)
-                pack_panel(reinterpret(rows, np.int32), 0, groups, keys.data, keys.start, n, p)
-            pack_scales(scale, n, p, keys)
+                pack_panel(reinterpret(rows, np.int32), 0, groups, keys.data, keys.start, slot, p)
+            pack_scales(scale, n, slot, p, keys)
+
+    return pack_rows
+
+
+@functools.cache
+def panel_room(name: str, lanes: int):
+    """f(keys): memory for a panel of keys, zeros."""
+    isa = VECTOR_ISAS[name]
+    panel = isa.nv * lanes
+    operand = np.int8 if isa.group == 4 else np.int16
 
     @inline
-    def task(number, k, words, scale, groups, tasks, keys):
+    def room(keys):
+        channels = keys.data.shape[1] // keys.start.shape[1]
+        return zeros((panel * channels,), operand, "keys of a panel")
+
+    return room
+
+
+@functools.cache
+def key_packer(name: str, lanes: int):
+    """f(k, words, scale, keys): `pack_keys` into `keys`; words : K as int32, or nothing."""
+    pack_rows, room = key_rows_packer(name, lanes), panel_room(name, lanes)
+
+    @inline
+    def task(number, k, words, scale, tasks, keys):
         n, first = number // tasks, number % tasks * TASK_KEYS
-        rows = zeros((panel * groups * group,), operand, "keys of a panel")
         stop = min(first + TASK_KEYS, keys.start.shape[1])
-        pack_task(n, first, stop, k, words, scale, groups, rows, keys)
+        pack_rows(n, n, first, stop, k, words, scale, room(keys), keys)
 
     @separate(no_cpython_wrapper=False)
     def pack_keys(k, words, scale, keys):
-        all_keys = keys.start.shape[1]
-        groups = keys.data.shape[1] // all_keys // group
-        tasks = (all_keys + TASK_KEYS - 1) // TASK_KEYS
-        over_tasks(task, k.shape[0] * tasks, (k, words, scale, groups, tasks, keys))
+        tasks = (keys.start.shape[1] + TASK_KEYS - 1) // TASK_KEYS
+        over_tasks(task, k.shape[0] * tasks, (k, words, scale, tasks, keys))
 
     return pack_keys
 
 
 @functools.cache
-def value_packer(name: str, lanes: int):
-    """f(v, data, columns): `pack_values` into `data`."""
+def value_block_packer(name: str, lanes: int):
+    """f(n, slot, block, v, rows, columns, data): a block of keys of head n to a slot of `data`.
+
+    rows : (KEY_BLOCK * columns,) int8, anything
+    """
     interleave_block = block_interleaver(name, lanes)
 
     @bare
-    def pack_block(n, block, v, rows, columns, data):
+    def pack_block(n, slot, block, v, rows, columns, data):
         length, dv = v.shape[1:]
         first = block * KEY_BLOCK
         if dv == columns and first + KEY_BLOCK <= length:
             flat = v.reshape(v.size)
-            interleave_block(flat, (n * length + first) * dv, dv, columns, data, n, block)
+            interleave_block(flat, (n * length + first) * dv, dv, columns, data, slot, block)
         else:
             copy_rows(v, n, first, KEY_BLOCK, columns, rows)
-            interleave_block(rows, 0, columns, columns, data, n, block)
+            interleave_block(rows, 0, columns, columns, data, slot, block)
+
+    return pack_block
+
+
+@functools.cache
+def value_packer(name: str, lanes: int):
+    """f(v, data, columns): `pack_values` into `data`."""
+    pack_block = value_block_packer(name, lanes)
 
     @inline
     def task(number, v, tasks, columns, data):
@@ -228,7 +264,7 @@ def value_packer(name: str, lanes: int):
         rows = uncleared((KEY_BLOCK * columns,), np.int8, "values of a block of keys")
         blocks = data.shape[1] // (KEY_BLOCK * columns)
         for block in range(first, min(first + TASK_KEYS // KEY_BLOCK, blocks)):
-            pack_block(n, block, v, rows, columns, data)
+            pack_block(n, n, block, v, rows, columns, data)
 
     @separate(no_cpython_wrapper=False)
     def pack_values(v, data, columns):

@@ -2,7 +2,7 @@
 
 The fast way of `quantization.quantize_problem`.
 
-A task takes KV heads one by one, so that their rows are still in the cache when they are read again:
+KV heads are taken one by one, so that their rows are still in the cache when they are read again:
 
     statistics   sum of every channel of K, largest magnitude of V's, CHUNK rows at a time
     means        the mean of K is taken off its rows; V gets one scale for each channel
@@ -10,8 +10,9 @@ A task takes KV heads one by one, so that their rows are still in the cache when
     values       block by block likewise
     queries      int8 rows and scales of the query heads that belong to this KV head
 
-Where threads are more than heads, or do not share these evenly, it takes chunks of rows instead, and
-the statistics of all come first. The results are those of `quantize_problem`, to the bit, for input
+A worker that attends to a head quantises it (`quantize_heads`). All heads come first (`quantize`) where
+workers do not get equally many; where these are so few that threads do not share them evenly, a task
+takes chunks of rows, and the statistics of all come first. The results are those of `quantize_problem`, to the bit, for input
 whose magnitudes stay below `quantize_rows.PLAIN`, and heads as wide as a vector. Otherwise
 (infinity, NaN, huge numbers, narrower heads) the caller uses `general_int8`.
 """
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, separate
-from ...jit.memory import reinterpret, uncleared, zeros
+from ...jit.memory import arrays_together, reinterpret
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.quantize_kernels import CHUNK, NO_SCALE
@@ -81,15 +82,25 @@ class Quantized(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Channel sums of K and channel peaks of V (as bits) of every KV head and chunk.
+    """Channel sums of K and channel peaks of V (as bits) of every chunk of some KV heads.
 
-    And the largest magnitude and scales of all.
+    And the largest magnitude and scales of all. `take_part` makes one head's of it, without the first axis.
     """
 
-    sums: np.ndarray  # (Nkv, chunks, D) float32
-    peaks: np.ndarray  # (Nkv, chunks, Dv) int32
-    top: np.ndarray  # (Nkv, chunks, 3) int32: of V, of K without its mean, of Q
-    scales: np.ndarray  # (Nkv, chunks, 2) float32: of Q, of K
+    sums: np.ndarray  # (heads, chunks, D) float32
+    peaks: np.ndarray  # (heads, chunks, Dv) int32
+    top: np.ndarray  # (heads, chunks, 3) int32: of V, of K without its mean, of Q
+    scales: np.ndarray  # (heads, chunks, 2) float32: of Q, of K
+
+
+class Run(NamedTuple):
+    """Parts of KV heads, numbered from the first head's on, and where their results go."""
+
+    first: int
+    stop: int
+    parts: int  # of a head, whole chunks
+    before: int  # heads before the first one of `Found`
+    slot: int  # of its packed keys and values
 
 
 class Room(NamedTuple):
@@ -146,6 +157,24 @@ def channel_scales(peaks, scale, factor):
         factor[e] = F(127) / peak if usable else F(0)
 
 
+@bare
+def chunks_of(source, to):
+    """Of CHUNK rows each, of all queries or keys of a head."""
+    return (max(to.keys.start.shape[1], source.q.length) + CHUNK - 1) // CHUNK
+
+
+@bare
+def largest_found(heads, found):
+    """The largest magnitude, as bits, and the largest scales of Q and of K of the first so many heads."""
+    top, q_scale, k_scale = I(0), F(0), F(0)
+    for n in range(heads):
+        scales = found.scales[n]
+        for c in range(scales.shape[0]):
+            top = max(top, largest_of(found.top[n, c]))
+            q_scale, k_scale = max(q_scale, scales[c, 0]), max(k_scale, scales[c, 1])
+    return top, q_scale, k_scale
+
+
 @functools.cache
 def query_rows(kind: str):
     """f(x, n, first, stop, unit, to, room) -> (largest magnitude as bits, largest scale).
@@ -187,8 +216,8 @@ def query_rows(kind: str):
 
 @functools.cache
 def key_panels(isa_name: str, kind: str):
-    """f(x, n, first, stop, length, keys, room) -> (largest magnitude as bits, largest scale): keys
-    first .. stop of head n, their mean taken off.
+    """f(x, n, first, stop, length, keys, slot, room) -> (largest magnitude as bits, largest scale): keys
+    first .. stop of head n to the slot of `keys`, their mean taken off.
 
     Those from `length` on are zeros.
     """
@@ -202,7 +231,7 @@ def key_panels(isa_name: str, kind: str):
     pack_panel = panel_packer(isa_name, lanes)
 
     @bare
-    def run(x, n, first, stop, length, keys, room):
+    def run(x, n, first, stop, length, keys, slot, room):
         words = room.panel.size // panel
         top, largest = I(0), F(0)
         for p in range(first, stop, panel):
@@ -222,11 +251,11 @@ def key_panels(isa_name: str, kind: str):
                     address(room.factors) + 4 * c, address(room.panel) + c * words * 4, words * 4,
                 )  # fmt: skip
             for c in range(real):
-                keys.scale[n, p + column_of[c]] = room.scales[c]
+                keys.scale[slot, p + column_of[c]] = room.scales[c]
                 largest = max(largest, room.scales[c])
             for c in range(real, panel):
-                keys.scale[n, p + column_of[c]] = F(1) if p + c < x.length else F(0)
-            pack_panel(room.panel, 0, words, keys.data, keys.start, n, p)
+                keys.scale[slot, p + column_of[c]] = F(1) if p + c < x.length else F(0)
+            pack_panel(room.panel, 0, words, keys.data, keys.start, slot, p)
         return top, largest
 
     return run
@@ -234,7 +263,7 @@ def key_panels(isa_name: str, kind: str):
 
 @functools.cache
 def finer_rows(kind: str):
-    """f(k, v, n, length, first, room): the first keys of head n and their values into `first`.
+    """f(k, v, n, length, first, slot, room): the first keys of head n and their values to the slot of `first`.
 
     The mean of K and the factors of V are in `room`; rows from `length` on are zeros.
     """
@@ -243,8 +272,8 @@ def finer_rows(kind: str):
     fine, step = F(FINER), F(1 / FINER)
 
     @bare
-    def run(k, v, n, length, first, room):
-        keys, values, scale = first.keys[n], first.values[n], first.scale[n]
+    def run(k, v, n, length, first, slot, room):
+        keys, values, scale = first.keys[slot], first.values[slot], first.scale[slot]
         keys[:], values[:] = np.int16(0), F(0)
         count, mean, factors = min(FIRST_KEYS, length), address(room.mean), address(room.factors)
         for j in range(FIRST_KEYS):
@@ -271,9 +300,13 @@ def finer_rows(kind: str):
 
 @functools.cache
 def make_quantize(isa_name: str, kind: str, form: str):
-    """The kernel f(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K).
+    """What quantises for one instruction set: (all heads, some heads, what these need).
 
-    It writes the `Quantized` operands in `to`.
+    quantize(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K): all heads, on
+        so many threads
+    quantize_heads(first, stop, slot, source, to, needs) -> the same: KV heads `first` to stop - 1 and their
+        query heads, by the thread that calls, packed from a slot on
+    heads_need(heads, source, to) : memory for so many, (Found, Room)
 
     kind : "float32" or "bfloat16", what the rows of Q, K and V hold
     form : `value_form`; where the values stay floats, their scales are 1, and no first keys are
@@ -298,95 +331,123 @@ def make_quantize(isa_name: str, kind: str, form: str):
         k, v, first = source.k, source.v, c * CHUNK
         count = max(0, min(CHUNK, length - first))
         if source.smooth:
-            sums(row_at(k, n, first), k.row, count, k.d, address(found.sums[n, c]))
-        channels = found.peaks[n, c]
+            sums(row_at(k, n, first), k.row, count, k.d, address(found.sums[c]))
+        channels = found.peaks[c]
         peaks(row_at(v, n, first), v.row, count, v.d, address(channels))
-        found.top[n, c, 0] = largest_of(channels)
+        found.top[c, 0] = largest_of(channels)
 
     @bare
     def finish_statistics(n, length, source, to, found, room):
         """Mean and channel scales of KV head n."""
         if source.smooth:
-            take_mean(found.sums[n], length, room.mean)
+            take_mean(found.sums, length, room.mean)
         if floats:
             to.v_scale[n, :] = F(1)
         else:
-            channel_scales(found.peaks[n], to.v_scale[n], room.v_factor)
+            channel_scales(found.peaks, to.v_scale[n], room.v_factor)
         for e in range(room.mean.size):
             to.offset[n, e] = room.mean[e]
 
     @bare
-    def write(n, c, length, source, to, found, room):
+    def write(n, slot, c, length, source, to, found, room):
         """Operands of chunk c of KV head n, and of the query heads that it serves."""
         first = c * CHUNK
         stop = min(first + CHUNK, to.keys.start.shape[1])
-        bits, found.scales[n, c, 1] = keys(source.k, n, first, stop, length, to.keys, room)
-        found.top[n, c, 1] = bits
-        values(source.v, n, first, stop, length, to.values, room)
+        bits, found.scales[c, 1] = keys(source.k, n, first, stop, length, to.keys, slot, room)
+        found.top[c, 1] = bits
+        values(source.v, n, first, stop, length, to.values, slot, room)
         if c == 0 and not floats:
-            first_rows(source.k, source.v, n, length, to.first, room)
+            first_rows(source.k, source.v, n, length, to.first, slot, room)
         top, largest, serves = I(0), F(0), source.q.heads // source.k.heads
         stop = min(first + CHUNK, source.q.length)
         for g in range(n * serves, (n + 1) * serves):
             bits, scale = queries(source.q, g, first, stop, source.unit, to, room)
             top, largest = max(top, bits), max(largest, scale)
-        found.top[n, c, 2], found.scales[n, c, 0] = top, largest
+        found.top[c, 2], found.scales[c, 0] = top, largest
 
     @bare
-    def take_part(number, steps, parts, source, to, found, room):
-        """Statistics, operands, or both, of one part of a KV head."""
-        n, part, share = number // parts, number % parts, found.sums.shape[1] // parts
+    def take_part(n, place, slot, part, parts, steps, source, to, found, room):
+        """Statistics, operands, or both, of one of the parts of KV head n; its place in `found`."""
+        sums, peaks, top, scales = found
+        own = Found(sums[place], peaks[place], top[place], scales[place])
         length = source.lengths[n // source.k.heads]
+        share = own.sums.shape[0] // parts
         if steps[0]:
             for c in range(part * share, (part + 1) * share):
-                look(n, c, length, source, found)
+                look(n, c, length, source, own)
         if steps[1]:
-            finish_statistics(n, length, source, to, found, room)
+            finish_statistics(n, length, source, to, own, room)
             for c in range(part * share, (part + 1) * share):
-                write(n, c, length, source, to, found, room)
+                write(n, slot, c, length, source, to, own, room)
+
+    @separate(_nrt=False)
+    def take_parts(run, steps, source, to, found, room):
+        """Of a `Run`, one part after the other; steps : (take statistics, write operands)."""
+        for i in range(run.first, run.stop):
+            n, part = i // run.parts, i % run.parts
+            place = n - run.before
+            take_part(n, place, run.slot + place, part, run.parts, steps, source, to, found, room)
+
+    @inline
+    def new_room(source, to):
+        d, dv = source.k.d, source.v.d
+        columns = to.values.shape[1] // to.keys.start.shape[1]
+        words = panel * ((d + step - 1) // step * step // group)
+        room = Room(
+            *arrays_together(
+                (max(panel, TOGETHER),), F, "scales of rows",
+                (max(panel, TOGETHER),), F, "factors of rows",
+                (max(d, dv),), F, "what is taken off Q",
+                (d,), F, "means of K's channels",
+                (dv,), F, "factors of V's channels",
+                (dv,), F, "finer factors of V's channels",
+                (words,), I, "quantised keys",
+                (KEY_BLOCK * columns,), np.int8, "quantised values",
+                (FIRST_KEYS, dv), np.int16, "first values",
+            )
+        )  # fmt: skip
+        room.zero[:], room.mean[:], room.panel[:], room.block[:] = F(0), F(0), I(0), np.int8(0)
+        return room
+
+    @inline
+    def new_found(heads, source, to):
+        chunks = chunks_of(source, to)
+        return Found(
+            *arrays_together(
+                (heads, chunks, source.k.d), F, "sums of K's channels",
+                (heads, chunks, source.v.d), I, "peaks of V's channels",
+                (heads, chunks, 3), I, "largest bits",
+                (heads, chunks, 2), F, "largest scales",
+            )
+        )  # fmt: skip
+
+    @inline
+    def heads_need(heads, source, to):
+        return new_found(heads, source, to), new_room(source, to)
+
+    @bare
+    def quantize_heads(first, stop, slot, source, to, needs):
+        found, room = needs
+        take_parts(Run(first, stop, 1, first, slot), (True, True), source, to, found, room)
+        return largest_found(stop - first, found)
 
     @inline
     def task(number, tasks, steps, parts, source, to, found):
         """Task `number` of `tasks`: an equal share of all parts, with one set of buffers."""
-        d, dv = source.k.d, source.v.d
-        columns = to.values.shape[1] // to.keys.start.shape[1]
-        room = Room(
-            uncleared((max(panel, TOGETHER),), F, "scales of rows"),
-            uncleared((max(panel, TOGETHER),), F, "factors of rows"),
-            zeros((max(d, dv),), F, "what is taken off Q"),
-            zeros((d,), F, "means of K's channels"),
-            uncleared((dv,), F, "factors of V's channels"),
-            uncleared((dv,), F, "finer factors of V's channels"),
-            zeros((panel * ((d + step - 1) // step * step // group),), I, "quantised keys"),
-            zeros((KEY_BLOCK * columns,), np.int8, "quantised values"),
-            uncleared((FIRST_KEYS, dv), np.int16, "first values"),
-        )
         count = found.sums.shape[0] * parts
-        for i in range(number * count // tasks, (number + 1) * count // tasks):
-            take_part(i, steps, parts, source, to, found, room)
+        run = Run(number * count // tasks, (number + 1) * count // tasks, parts, 0, 0)
+        take_parts(run, steps, source, to, found, new_room(source, to))
 
     @separate
     def quantize(source, workers, to):
-        heads, all_keys = to.keys.start.shape
-        chunks = (max(all_keys, source.q.length) + CHUNK - 1) // CHUNK
-        found = Found(
-            zeros((heads, chunks, source.k.d), F, "sums of K's channels"),
-            zeros((heads, chunks, source.v.d), I, "peaks of V's channels"),
-            zeros((heads, chunks, 3), I, "largest bits"),
-            zeros((heads, chunks, 2), F, "largest scales"),
-        )
+        heads, chunks = to.keys.start.shape[0], chunks_of(source, to)
+        found = new_found(heads, source, to)
         whole_heads = heads % workers == 0 or heads >= EVEN * workers
         parts = 1 if whole_heads else chunks
         tasks = min(workers, heads * parts)
         for n in range(1 if whole_heads else 2):
             steps = (n == 0, n == 1 or whole_heads)
             over_tasks(task, tasks, (tasks, steps, parts, source, to, found))
-        top, q_scale, k_scale = I(0), F(0), F(0)
-        for n in range(heads):
-            for c in range(chunks):
-                top = max(top, largest_of(found.top[n, c]))
-                q_scale = max(q_scale, found.scales[n, c, 0])
-                k_scale = max(k_scale, found.scales[n, c, 1])
-        return top, q_scale, k_scale
+        return largest_found(heads, found)
 
-    return quantize
+    return quantize, quantize_heads, heads_need

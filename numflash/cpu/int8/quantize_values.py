@@ -46,7 +46,7 @@ def value_type(isa_name: str, pv: str) -> Any:
 
 @functools.cache
 def value_blocks(isa_name: str, kind: str):
-    """f(x, n, first, stop, length, values, room): values first .. stop of head n.
+    """f(x, n, first, stop, length, values, slot, room): values first .. stop of head n to a slot of `values`.
 
     Those from `length` on are zeros.
     """
@@ -54,7 +54,7 @@ def value_blocks(isa_name: str, kind: str):
     interleave_block = block_interleaver(isa_name, running_lanes(isa_name))
 
     @bare
-    def run(x, n, first, stop, length, values, room):
+    def run(x, n, first, stop, length, values, slot, room):
         columns = room.block.size // KEY_BLOCK
         for j in range(first, stop, KEY_BLOCK):
             real = max(0, min(KEY_BLOCK, length - j))
@@ -64,7 +64,7 @@ def value_blocks(isa_name: str, kind: str):
                 count, here = min(ROWS, real - i), row_at(x, n, j + i)
                 out = address(room.block) + i * columns
                 to_int8(here, x.row, count, x.d, 0, address(room.v_factor), out, columns)
-            interleave_block(room.block, 0, columns, columns, values, n, j // KEY_BLOCK)
+            interleave_block(room.block, 0, columns, columns, values, slot, j // KEY_BLOCK)
 
     return run
 
@@ -123,9 +123,9 @@ def float_blocks(kind: str, form: str):
     fill = fill_pair if in_pairs else fill_rows
 
     @bare
-    def run(x, n, first, stop, length, values, room):
+    def run(x, n, first, stop, length, values, slot, room):
         columns = room.block.size // KEY_BLOCK
-        words, size = reinterpret(values, U)[n], rows_of_words * columns
+        words, size = reinterpret(values, U)[slot], rows_of_words * columns
         for j in range(first, stop, 2):
             at = j // 2 * size
             fill(x, n, j, max(0, min(2, length - j)), columns, words[at : at + size])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline
-from ...jit.memory import uncleared
+from ...jit.memory import arrays_together
 from ...numerics.fixedpoint import FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK
@@ -97,21 +97,23 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
         width = (dv + unit_columns - 1) // unit_columns * unit_columns
         return Scratch(
             rows,
-            uncleared((all_rows, stride), operand, "INT8 query tile"),
-            uncleared((rows, KEY_BLOCK), np.int16, "INT8 scores"),
-            uncleared((rows, weights_of_row), weight, "INT8 weights"),
-            uncleared((rows, KEY_BLOCK), np.float32, "INT8 wide scores"),
-            uncleared((all_rows, width), np.float32, "INT8 output tile"),
-            uncleared((rows * lanes,), np.int32, "INT8 sums of weights"),
-            uncleared((rows,), np.int16, "INT8 tops"),
-            uncleared((5, all_rows), np.float32, "INT8 float state of rows"),
-            uncleared((5, all_rows), np.int32, "INT8 integer state of rows"),
-            uncleared((2, all_rows), np.uint8, "INT8 flags of rows"),
-            uncleared((3, all_rows), np.int64, "INT8 bounds of rows"),
-            uncleared((rows * KEY_BLOCK,), np.uint8, "INT8 last part of the mask"),
-            uncleared((slots,), np.int64, "INT8 tasks"),
-            uncleared(turns_shape, np.int64, "INT8 turns of the AMX stream"),
-            uncleared((stream_size + stream_row * width,), np.uint8, "INT8 scratch of the stream"),
-        )
+            *arrays_together(
+                (all_rows, stride), operand, "INT8 query tile",
+                (rows, KEY_BLOCK), np.int16, "INT8 scores",
+                (rows, weights_of_row), weight, "INT8 weights",
+                (rows, KEY_BLOCK), np.float32, "INT8 wide scores",
+                (all_rows, width), np.float32, "INT8 output tile",
+                (rows * lanes,), np.int32, "INT8 sums of weights",
+                (rows,), np.int16, "INT8 tops",
+                (5, all_rows), np.float32, "INT8 float state of rows",
+                (5, all_rows), np.int32, "INT8 integer state of rows",
+                (2, all_rows), np.uint8, "INT8 flags of rows",
+                (3, all_rows), np.int64, "INT8 bounds of rows",
+                (rows * KEY_BLOCK,), np.uint8, "INT8 last part of the mask",
+                (slots,), np.int64, "INT8 tasks",
+                turns_shape, np.int64, "INT8 turns of the AMX stream",
+                (stream_size + stream_row * width,), np.uint8, "INT8 scratch of the stream",
+            ),
+        )  # fmt: skip
 
     return scratch
