@@ -99,7 +99,7 @@ shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
 
 # %%
 calls = ("block_scores(job", "grow_rows(state", "weigh(scratch", "add_sums(total", "add_values(p")
-print("\n".join(line.strip() for line in inspect.getsource(flash_int8.make_attend).splitlines() if any(call in line for call in calls)))
+print("\n".join(line.strip() for line in inspect.getsource(flash_int8.make_run_tiles).splitlines() if any(call in line for call in calls)))
 
 # %% [markdown]
 # ## Write it
