@@ -3,6 +3,7 @@
 What is written or read beyond what is right becomes an error that names the buffer.
 """
 
+import numpy as np
 import pytest
 from daily import isas_of_today
 from processes import start
@@ -14,13 +15,13 @@ import numpy as np
 from numflash.errors import GuardError
 from numflash.jit import guard
 from numflash.jit.compiler import inline, kernel
-from numflash.jit.memory import fresh, uncleared, zeros
+from numflash.jit.memory import arrays_together, fresh, zeros
 from numflash.jit.parallel import over_tasks
 
 @inline
 def task(n, to, fault, out):
-    first, second = uncleared((5,), np.int32, "the first"), zeros((7,), np.float32, "the second")
-    third = uncleared((5,), np.int32, "the third")    # of the same type as the first
+    names = (5,), np.int32, "the first", (5,), np.int32, "the third"
+    (first, third), second = arrays_together(*names), zeros((7,), np.float32, "the second")
     third[0] = 0
     data = first[:0]                              # Numba checks no bounds
     for i in range(5 if fault != 1 else 4):
@@ -80,6 +81,23 @@ def test_planted_faults_are_found_and_the_buffer_named(tmp_path):
     )
 
 
+def test_arrays_together_are_apart_and_aligned():
+    from numflash.jit.compiler import kernel
+    from numflash.jit.memory import arrays_together
+
+    @kernel
+    def make(n):
+        a, b, c = arrays_together((n,), np.uint8, "a", (0,), np.int16, "b", (n, 3), np.float64, "c")
+        a[:], c[:] = 1, 2
+        return a.copy(), b.size, c.copy(), a.ctypes.data, c.ctypes.data
+
+    for n in (1, 63, 64, 65):
+        a, empty, c, first, last = make(n)
+        assert (a.tolist(), empty, c.tolist()) == ([1] * n, 0, [[2.0] * 3] * n)
+        assert first % 64 == last % 64 == 0
+        assert abs(last - first) >= n
+
+
 def test_without_the_variable_functions_stay_as_they_are():
     from numflash.jit import guard, memory
 
@@ -90,8 +108,6 @@ def test_without_the_variable_functions_stay_as_they_are():
         return 1
 
     assert guard.guarded(function) is guard.checked(function) is function
-    import numpy as np
-
     assert memory.fresh is np.empty
 
 
