@@ -52,7 +52,8 @@ def last_heads(p, isa):
     nb, nh, nkv, length = p.shape[:4]
     heads, workers = nb * nkv, threads.count()
     lengths = np.full(nb, p.shape[4]) if p.key_lengths is None else p.key_lengths
-    if not head_shares.heads_are_shared_out.py_func(heads, workers, lengths):
+    least = head_shares.least_heads(isa)
+    if not head_shares.heads_are_shared_out.py_func(heads, workers, lengths, least):
         return slice(0, heads)
     tiles = nh // nkv * -(-length // flash_int8.query_rows(isa, p.pv))
     together = head_shares.heads_together.py_func(heads, workers, tiles, by_head.ENOUGH_TILES)
@@ -157,6 +158,28 @@ def test_heads_are_shared_out(b, h, hkv, length, lengths):
         for most in {1, min(2, numba.config.NUMBA_NUM_THREADS)}:
             with threads.limit(most):
                 np.testing.assert_array_equal(attend(*operands, **asked), want)
+
+
+def test_which_heads_are_shared_out():
+    """Cores of one speed get one head and more, others two and more; where there are many, of any lengths."""
+    shared = head_shares.heads_are_shared_out.py_func
+    cases = (
+        (8, 8, [5]),
+        (16, 8, [5]),
+        (12, 8, [5]),
+        (64, 8, [5, 7]),
+        (16, 8, [5, 7]),
+        (3, 1, [5, 7]),
+    )
+    found = {
+        isa: [shared(*n, np.array(lengths), head_shares.least_heads(isa)) for *n, lengths in cases]
+        for isa in ("amx_int8", "sve", "avx512", "avx2", "avx_vnni", "neon_dot")
+    }
+    servers, laptops = (
+        [True, True, False, True, False, True],
+        [False, True, False, True, False, True],
+    )
+    assert list(found.values()) == 3 * [servers] + 3 * [laptops]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])

@@ -232,6 +232,7 @@ MUTANTS = [
     Mutant(FLASH_INT8, "v_scale[n_kv + part.before]", "v_scale[n_kv]", QUANTISER_TESTS),
     Mutant(QUANTISER, "place = n - run.before", "place = 0", QUANTISER_TESTS),
     Mutant(QUANTISER, "run.slot + place", "place", QUANTISER_TESTS),
+    Mutant("cpu/head_shares.py", " and n_kv >= least * workers", "", QUANTISER_TESTS),
     Mutant("cpu/head_shares.py", "min(share, (enough", "max(share, (enough", QUANTISER_TESTS),
     Mutant(
         "cpu/plan.py",

@@ -18,7 +18,7 @@ import numpy as np
 from ...jit.compiler import bare, kernel
 from ...jit.memory import array_at, reinterpret, unpacked
 from ...jit.parallel import limit_threads, use_threads
-from ..head_shares import heads_are_shared_out
+from ..head_shares import heads_are_shared_out, least_heads
 from ..isa.strided import strided_at
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
@@ -126,6 +126,7 @@ def make_call(isa: str, kind: str, key_block: int = 0) -> Callable[..., bool]:
     rows_of_tile = tiles.rows
     operand: type[np.generic] = np.float32 if tiles.group == 1 else np.uint16
     attend = make_attend(isa, kind, key_block) if key_block else make_attend(isa, kind)
+    least = least_heads(isa)
 
     @kernel
     def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, strides, factors):
@@ -140,7 +141,7 @@ def make_call(isa: str, kind: str, key_block: int = 0) -> Callable[..., bool]:
         counter[1] = 0
         stops = array_at(p.stops, (p.batch,), np.int64)
         q, k, v, out = operands_at(p, strides, q_at, k_at, v_at, out_at, p.key_words)
-        by_head = heads_are_shared_out(n_kv, workers, stops)
+        by_head = heads_are_shared_out(n_kv, workers, stops, least)
         slots = workers if by_head else n_kv
         if p.in_place != 0:
             values = array_at(v_at, (n_kv, p.keys * p.value_dim), operand)

@@ -21,7 +21,7 @@ from ...jit.parallel import limit_threads, threads_now, use_threads
 from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
-from ..head_shares import heads_are_shared_out
+from ..head_shares import heads_are_shared_out, least_heads
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..isa.strided import strided_at
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
@@ -212,7 +212,7 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
     """
     quantize, quantize_heads, heads_need = make_quantize(isa_name, kind, value_form(isa_name, pv))
     keys_at, values_at, first_at = operands_at(isa_name, pv)
-    attend = make_attend(isa_name, pv, *rows)
+    attend, least = make_attend(isa_name, pv, *rows), least_heads(isa_name)
 
     @bare
     def bound(found, source):
@@ -271,7 +271,7 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
             counter_at(p, room),
         )
         n_kv = p.batch * p.kv_heads
-        if heads_are_shared_out(n_kv, sizes.workers, source.lengths):
+        if heads_are_shared_out(n_kv, sizes.workers, source.lengths, least):
             attend_heads(Floats(source, to), o, f.softcap, x, sizes, counter, results)
         else:
             most = bound(quantize(source, sizes.workers, to), source)
@@ -298,7 +298,7 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
     key_rows, value_block = key_rows_packer(isa_name, lanes), value_block_packer(isa_name, lanes)
     new_panel = panel_room(isa_name, lanes)
     keys_at, values_at, first_at = operands_at(isa_name, pv)
-    attend = make_attend(isa_name, pv, *rows)
+    attend, least = make_attend(isa_name, pv, *rows), least_heads(isa_name)
     whole_words = VECTOR_ISAS[isa_name].group == 4
     step = VECTOR_ISAS[isa_name].step
 
@@ -397,7 +397,7 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
             counter_at(p, room),
         )
         lengths = array_at(o.key_lengths, (p.batch,), np.int64)
-        if heads_are_shared_out(n_kv, sizes.workers, lengths):
+        if heads_are_shared_out(n_kv, sizes.workers, lengths, least):
             attend_heads(given, o, f.softcap, x, sizes, counter, results)
         else:
             prepare_all(given)
