@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, inlined, kernel
-from ...jit.memory import array_at, arrays_together, unpacked
+from ...jit.memory import array_at, uncleared, unpacked
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.quantize_kernels import largest_bits
 from ..floats import float_rows
@@ -211,15 +211,13 @@ def make_work(name: str):
     def work(task, few):
         parts, rows = few.dq.shape[1:3]
         n, part = task // parts, task % parts
+        x = uncleared((rows * KEYS,), F, "scores of few rows")
+        dp = uncleared((rows * KEYS,), F, "score gradients of few rows")
+        slope = uncleared((rows * KEYS,), F, "slopes of few rows")
+        lo = uncleared((rows,), np.int64, "first keys of few rows")
+        hi = uncleared((rows,), np.int64, "ends of few rows")
         of_keys, of_values = room_for_rows(few.k, rows, 4), room_for_rows(few.v, rows, 4)
-        x, dp, slope, lo, hi, room = arrays_together(
-            (rows * KEYS,), F, "scores of few rows",
-            (rows * KEYS,), F, "score gradients of few rows",
-            (rows * KEYS,), F, "slopes of few rows",
-            (rows,), np.int64, "first keys of few rows",
-            (rows,), np.int64, "ends of few rows",
-            (max(of_keys, of_values),), np.uint8, "keys or values of few rows",
-        )  # fmt: skip
+        room = uncleared((max(of_keys, of_values),), np.uint8, "keys or values of few rows")
         keys_at = address(room) if of_keys > 0 else 0
         values_at = address(room) if of_values > 0 else 0
         q, do = row_of(few.q, few.k.heads, n, 0), row_of(few.do, few.k.heads, n, 0)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, inlined, kernel
-from ...jit.memory import array_at, arrays_together, unpacked
+from ...jit.memory import array_at, uncleared, unpacked, zeros
 from ...jit.parallel import limit_threads, over_tasks, use_threads
 from ...numerics.fixedpoint import LN2
 from ..isa.strided import Strided
@@ -129,17 +129,15 @@ def make_work(name: str, kind: str):
         """One part of the keys of one KV head."""
         _, parts, rows, dv = few.out.shape
         n, part = task // parts, task % parts
+        x = uncleared((rows * KEYS,), F, "scores of few rows")
+        l = zeros((rows, lanes), F, "sums of few rows' weights")
+        lo = uncleared((rows,), np.int64, "first keys of few rows")
+        hi = uncleared((rows,), np.int64, "ends of few rows")
         nbytes = room_for_rows(few.k, rows, size)
-        x, l, lo, hi, room = arrays_together(
-            (rows * KEYS,), F, "scores of few rows",
-            (rows, lanes), F, "sums of few rows' weights",
-            (rows,), np.int64, "first keys of few rows",
-            (rows,), np.int64, "ends of few rows",
-            (nbytes,), np.uint8, "keys of few rows",
-        )  # fmt: skip
+        room = uncleared((nbytes,), np.uint8, "keys of few rows")
         room_at = address(room) if nbytes > 0 else 0
         o, m, spoiled = few.out[n, part], few.m[n, part], few.spoiled[n, part]
-        l[:], o[:], m[:], spoiled[:] = F(0), F(0), HIDDEN, np.uint8(0)
+        o[:], m[:], spoiled[:] = F(0), HIDDEN, np.uint8(0)
         begin, end = seen_keys(few.semantics, few.q, few.k, n, lo, hi)
         share = (end - begin + parts - 1) // parts
         stop = min(end, begin + (part + 1) * share)
