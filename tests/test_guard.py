@@ -98,6 +98,22 @@ def test_arrays_together_are_apart_and_aligned():
         assert abs(last - first) >= n
 
 
+def test_arrays_together_keep_the_constants_of_each_caller():
+    from numflash.jit.compiler import kernel
+    from numflash.jit.memory import arrays_together
+
+    def sized(constant):
+        @kernel
+        def size(n):
+            (x,) = arrays_together((n, constant), np.float32, "of a constant")
+            return x.shape, x.strides
+
+        return size
+
+    for constant in (8, 16, 3):
+        assert sized(constant)(5) == ((5, constant), (4 * constant, 4))
+
+
 def test_without_the_variable_functions_stay_as_they_are():
     from numflash.jit import guard, memory
 

@@ -122,8 +122,10 @@ def arrays_together(typingctx, *arrays):
 
     def codegen(context, builder, signature, args):
         shapes = cgutils.unpack_tuple(builder, args[0])[::3]
+        # the types of the signature: those that were given hold constants of the first caller
+        of_shapes = signature.args[0].types[::3]
         layouts = []
-        for given, (shape, _, _), kind in zip(shapes, triples, kinds, strict=True):
+        for given, shape, kind in zip(shapes, of_shapes, kinds, strict=True):
             itemsize = as_dtype(kind.dtype).itemsize
             layouts.append((*_layout(context, builder, given, shape, itemsize), itemsize))
         places = [builder.mul(strides[0], sizes[0]) for sizes, strides, _ in layouts]
