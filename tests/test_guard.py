@@ -99,19 +99,26 @@ def test_arrays_together_are_apart_and_aligned():
 
 
 def test_arrays_together_keep_the_constants_of_each_caller():
-    from numflash.jit.compiler import kernel
+    from numflash.jit.compiler import inline, kernel
     from numflash.jit.memory import arrays_together
 
     def sized(constant):
-        @kernel
+        @inline
         def size(n):
             (x,) = arrays_together((n, constant), np.float32, "of a constant")
             return x.shape, x.strides
 
         return size
 
-    for constant in (8, 16, 3):
-        assert sized(constant)(5) == ((5, constant), (4 * constant, 4))
+    wide, narrow = sized(16), sized(8)
+
+    @kernel
+    def sizes(n):
+        (x,) = arrays_together((n, 2), np.float32, "of a constant")
+        (y,) = arrays_together((n, 3), np.float32, "of a constant")
+        return wide(n), narrow(n), (x.shape, x.strides), (y.shape, y.strides)
+
+    assert sizes(5) == tuple(((5, n), (4 * n, 4)) for n in (16, 8, 2, 3))
 
 
 def test_without_the_variable_functions_stay_as_they_are():
